@@ -1,0 +1,64 @@
+# The one entry point, for people and for .ci/run. `make help` lists the targets.
+#
+#   PYTHON=python3.12    the interpreter .venv is made with
+#   PYTEST_ARGS="-k x"   further arguments of pytest
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+BUILD := build
+BIN := .venv/bin
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types wheel-test bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+# One environment, two steps: `demo` needs the first only. Either is taken again when the
+# metadata it was installed from changes.
+.venv/runtime.stamp: pyproject.toml hostmem/_version.py
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON): no such interpreter" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) -V 2>&1)." >&2; \
+	  echo "Name another one, for example: make PYTHON=python3.12 demo" >&2; exit 1; }
+	@echo "making .venv (about half a minute)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+.venv/dev.stamp: .venv/runtime.stamp
+	@echo "adding the test and lint tools to .venv"
+	@$(BIN)/python -m pip install --quiet --group dev
+	@touch $@
+
+demo: .venv/runtime.stamp  ## replay a small generated trace over gpu, host and disk tiers
+	@mkdir -p $(BUILD)/demo/disk
+	$(BIN)/python -m kvtier trace --seed 7 --requests 400 --out $(BUILD)/demo/demo.jsonl
+	$(BIN)/python -m kvtier replay $(BUILD)/demo/demo.jsonl --gpu-quota 16MiB --host-quota 256MiB \
+	  --disk-quota 256MiB --disk-path $(BUILD)/demo/disk --block-bytes 64KiB
+
+test: .venv/dev.stamp  ## run the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/dev.stamp  ## check style and format (ruff)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/dev.stamp  ## check the types (mypy, strict)
+	$(BIN)/mypy
+
+wheel-test: .venv/dev.stamp  ## build the wheel, install it elsewhere, import it
+	$(BIN)/python -m pytest -m wheel $(PYTEST_ARGS)
+
+# One after the other, so that they do not measure each other.
+BENCHES := $(filter-out __init__ measure,$(basename $(notdir $(wildcard bench/*.py))))
+
+bench: .venv/runtime.stamp  ## run every benchmark
+	@set -e; for name in $(BENCHES); do echo "== bench.$$name"; $(BIN)/python -m bench.$$name; done
+
+clean:  ## remove what was built, .venv included
+	rm -rf .venv $(BUILD) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find hostmem kvtier tests bench -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,63 @@
+"""Host memory for language-model servers: usable at once, filled in the background.
+
+`HostMem` reserves an address range in milliseconds, and populates, places and registers it with the
+GPU while the caller already uses its first bytes. `StaticHostMem` is the small, fixed buffer beside
+it; `placement_of` shows where any memory really is; `machine` and `capabilities` say what can be
+had here.
+"""
+
+from hostmem._version import __version__
+from hostmem.capabilities import Capabilities, Capability, capabilities
+from hostmem.device import CpuDevice, CudaDevice, Device, resolve_device
+from hostmem.errors import (
+    ClosedError,
+    CorruptedError,
+    CuError,
+    CuOOMError,
+    DiskOOMError,
+    HostmemError,
+    HostOOMError,
+    OutOfMemoryError,
+    OutOfPagesError,
+    PeerInitError,
+    PlacementRefusedError,
+    RegistrationError,
+    ResourceBusyError,
+)
+from hostmem.machine import Machine, Node, machine
+from hostmem.placement import Placement, placement_of
+from hostmem.progress import FillProgress
+from hostmem.progressive import HostMem
+from hostmem.static import StaticHostMem
+
+__all__ = [
+    "Capabilities",
+    "Capability",
+    "ClosedError",
+    "CorruptedError",
+    "CpuDevice",
+    "CuError",
+    "CuOOMError",
+    "CudaDevice",
+    "Device",
+    "DiskOOMError",
+    "FillProgress",
+    "HostMem",
+    "HostOOMError",
+    "HostmemError",
+    "Machine",
+    "Node",
+    "OutOfMemoryError",
+    "OutOfPagesError",
+    "PeerInitError",
+    "Placement",
+    "PlacementRefusedError",
+    "RegistrationError",
+    "ResourceBusyError",
+    "StaticHostMem",
+    "__version__",
+    "capabilities",
+    "machine",
+    "placement_of",
+    "resolve_device",
+]

@@ -1,0 +1,30 @@
+"""Where a test may step between us and the kernel or the driver.
+
+Each call of the seam asks `intercept` first. Outside tests there is no plan and the question is
+one comparison; `hostmem.testing.FaultPlan` installs one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["Plan", "install", "intercept"]
+
+Plan = Callable[[str, tuple[int, ...]], int]
+"""Called with the name of a call and its integer arguments before it is made; returns the error
+(errno, CUresult) to answer with instead of making the call, or 0. It may block, to make the order
+of events explicit."""
+
+_plan: Plan | None = None
+
+
+def install(plan: Plan | None) -> Plan | None:
+    """Make ``plan`` the one every call asks (None: no plan); return the one before."""
+    global _plan
+    before, _plan = _plan, plan
+    return before
+
+
+def intercept(name: str, *args: int) -> int:
+    """Return the error to answer with, or 0 to make the call."""
+    return 0 if _plan is None else _plan(name, args)

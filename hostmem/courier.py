@@ -1,0 +1,70 @@
+"""A thread of ours that carries what must not run where it was caused.
+
+Callbacks of users must not run on a fill's thread, and a dropped object must not be closed on
+whatever thread the garbage collector happened to interrupt, which may hold the very lock that
+closing needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+__all__ = ["Courier", "callbacks", "closings"]
+
+log = logging.getLogger("hostmem")
+
+
+class Courier:
+    """One daemon thread, started with the first `start`, that runs jobs in order.
+
+    A job that raises is logged and does not stop the others. After a fork the child starts its own.
+
+    Parameters
+    ----------
+    name : str
+        Name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._pid = 0
+
+    def start(self) -> None:
+        """Start the thread unless this process has it."""
+        if self._pid == os.getpid():
+            return
+        with self._lock:
+            if self._pid != os.getpid():
+                self._jobs = SimpleQueue()
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                self._pid = os.getpid()
+
+    def post(self, job: Callable[[], object]) -> None:
+        """Queue a job; returns at once. Safe in a finalizer, provided `start` was called before."""
+        self._jobs.put(job)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until all that was posted before has run; False on timeout (seconds)."""
+        done = threading.Event()
+        self.post(done.set)
+        return done.wait(timeout)
+
+    def _run(self) -> None:
+        jobs = self._jobs
+        while True:
+            job = jobs.get()
+            try:
+                job()
+            except Exception:
+                log.exception("a callback raised; the fill goes on")
+            del job  # or the last callback would live until the next one
+
+
+callbacks = Courier("hostmem-callbacks")
+closings = Courier("hostmem-closings")

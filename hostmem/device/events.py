@@ -1,0 +1,86 @@
+"""Events: points of asynchronous work that can be asked about and waited for."""
+
+from __future__ import annotations
+
+import abc
+import threading
+
+__all__ = ["DONE", "Event", "HostEvent"]
+
+
+class Event(abc.ABC):
+    """Stands for work that was submitted; finished also when it failed."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def query(self) -> bool:
+        """Tell whether the work has finished, without blocking."""
+
+    @abc.abstractmethod
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Block until the work has finished.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds.
+
+        Raises
+        ------
+        TimeoutError
+            If it has not finished in time.
+        Exception
+            What made the work fail, if it did.
+        """
+
+    def wait_finished(self) -> None:
+        """Block until the work has finished; its failure is left to whoever needs the work."""
+        try:
+            self.synchronize()
+        except Exception:
+            if not self.query():
+                raise
+
+    @property
+    @abc.abstractmethod
+    def error(self) -> BaseException | None:
+        """What made finished work fail, or None."""
+
+
+class HostEvent(Event):
+    """An event that a thread of this process sets."""
+
+    __slots__ = ("_error", "_flag")
+
+    def __init__(self) -> None:
+        self._flag = threading.Event()
+        self._error: BaseException | None = None
+
+    def set(self, error: BaseException | None = None) -> None:
+        """Mark the work finished, successfully or with the error that stopped it."""
+        self._error = error
+        self._flag.set()
+
+    def query(self) -> bool:
+        return self._flag.is_set()
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        if not self._flag.wait(timeout):
+            raise TimeoutError(f"the work had not finished after {timeout} s")
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+
+def _done() -> HostEvent:
+    event = HostEvent()
+    event.set()
+    return event
+
+
+DONE: Event = _done()
+"""The event of work that finished long ago."""

@@ -1,0 +1,72 @@
+"""Memory of a GPU that grows and shrinks at a fixed address."""
+
+from __future__ import annotations
+
+import contextlib
+
+from hostmem.device.cuda import CudaDevice
+from hostmem.units import align_up, format_size
+
+__all__ = ["CudaMemory"]
+
+
+class CudaMemory:
+    """Device memory whose address range is reserved once and backed as far as its size.
+
+    Parameters
+    ----------
+    device : CudaDevice
+        Where.
+    capacity, size : int
+        Bytes; both are rounded up to what the driver maps in (2 MiB or more).
+    unit : int
+        Bytes mapped by one physical allocation: the grain of giving memory back.
+
+    Raises
+    ------
+    CuOOMError
+        The device has not that much memory free; nothing was taken.
+    """
+
+    def __init__(self, device: CudaDevice, capacity: int, size: int, unit: int) -> None:
+        driver, ordinal = device.driver, device.ordinal
+        granularity = driver.memory_granularity(ordinal)
+        self._device = device
+        self._unit = align_up(unit, granularity)
+        self.capacity = align_up(capacity, self._unit)
+        self._mapped = 0
+        self.address = driver.memory_reserve(ordinal, self.capacity)
+        self.size = 0
+        self._closed = False
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self.resize(size)
+            undo.pop_all()
+
+    def resize(self, size: int) -> None:
+        """Back the range up to ``size`` bytes, or give back whole units past it; all or nothing."""
+        if size > self.capacity:
+            raise ValueError(f"size: {size} is above the capacity, {self.capacity}")
+        driver, ordinal = self._device.driver, self._device.ordinal
+        target = align_up(size, self._unit)
+        with contextlib.ExitStack() as undo:
+            for offset in range(self._mapped, target, self._unit):
+                address = self.address + offset
+                driver.memory_map(ordinal, address, self._unit)
+                undo.callback(driver.memory_unmap, ordinal, address, self._unit)
+            undo.pop_all()
+        for offset in range(target, self._mapped, self._unit):
+            driver.memory_unmap(ordinal, self.address + offset, self._unit)
+        self._mapped = target
+        self.size = size
+
+    def close(self) -> None:
+        """Give all memory and the address range back. Idempotent; work in flight must be over."""
+        if self._closed:
+            return
+        self.resize(0)
+        self._device.driver.memory_release(self._device.ordinal, self.address, self.capacity)
+        self._closed = True
+
+    def __repr__(self) -> str:
+        return f"<CudaMemory {format_size(self.size)} at {self.address:#x} on {self._device.name}>"

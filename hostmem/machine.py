@@ -1,0 +1,164 @@
+"""What machine this is: pages, memory nodes, CPUs, limits. Read from proc and sys, never guessed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from hostmem import cgroup
+from hostmem.units import format_size
+
+__all__ = ["Machine", "Node", "machine", "node_of_pci_device", "read_machine"]
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One memory node."""
+
+    number: int
+    """The kernel's number of it."""
+    cpus: tuple[int, ...]
+    """CPUs on it, empty for memory without processors."""
+    memory_total: int
+    """Bytes of memory, 0 for processors without memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The facts about this machine that placement and sizes depend on."""
+
+    kernel: str
+    """Release of the running kernel."""
+    page_size: int
+    """Bytes of a small page."""
+    huge_page_size: int | None
+    """Bytes of a transparent huge page; None where the kernel has none."""
+    thp_enabled: str
+    """``always``, ``madvise`` or ``never``; empty where the kernel has none."""
+    thp_defrag: str
+    """When a huge page fault may compact memory: ``always``, ``defer``, ``madvise``..."""
+    memory_total: int
+    """Bytes of physical memory."""
+    memory_limit: int | None
+    """Bytes this process's control groups allow; None for no limit."""
+    nodes: tuple[Node, ...]
+    """Online memory nodes, by number."""
+    allowed_cpus: tuple[int, ...]
+    """CPUs this process may run on."""
+
+    @property
+    def memory_for_process(self) -> int:
+        """Bytes this process can have at most: the least of the machine's memory and its limit."""
+        limit = self.memory_limit
+        return self.memory_total if limit is None else min(self.memory_total, limit)
+
+    def node(self, number: int) -> Node | None:
+        """Return the node of that number, or None."""
+        return next((node for node in self.nodes if node.number == number), None)
+
+    def fill_cpus(self, node: int | None) -> tuple[int, ...]:
+        """CPUs of a node that this process may use; empty where there are none."""
+        found = self.node(node) if node is not None else None
+        return tuple(c for c in found.cpus if c in self.allowed_cpus) if found else ()
+
+    def __str__(self) -> str:
+        huge = format_size(self.huge_page_size) if self.huge_page_size else "none"
+        limit = format_size(self.memory_limit) if self.memory_limit is not None else "none"
+        lines = [
+            f"kernel       {self.kernel}",
+            f"memory       {format_size(self.memory_total)}, control group limit {limit}",
+            f"pages        {format_size(self.page_size)}, huge {huge} "
+            f"(enabled={self.thp_enabled or '-'}, defrag={self.thp_defrag or '-'})",
+            f"cpus         {len(self.allowed_cpus)} allowed",
+        ]
+        lines += [
+            f"node {n.number:<8}{format_size(n.memory_total)}, {len(n.cpus)} cpus"
+            for n in self.nodes
+        ]
+        return "\n".join(lines)
+
+
+@lru_cache(maxsize=1)
+def machine() -> Machine:
+    """Return the facts about this machine, read once per process."""
+    return read_machine()
+
+
+def read_machine(root: Path = _ROOT, page_size: int | None = None) -> Machine:
+    """Read the facts about a machine.
+
+    Parameters
+    ----------
+    root : Path
+        Where its proc and sys are; another place in tests.
+    page_size : int, optional
+        Bytes of a small page; this machine's own where omitted.
+    """
+    thp = root / "sys/kernel/mm/transparent_hugepage"
+    huge = _text(thp / "hpage_pmd_size")
+    return Machine(
+        kernel=_text(root / "proc/sys/kernel/osrelease"),
+        page_size=page_size or os.sysconf("SC_PAGESIZE"),
+        huge_page_size=int(huge) if huge else None,
+        thp_enabled=_chosen(_text(thp / "enabled")),
+        thp_defrag=_chosen(_text(thp / "defrag")),
+        memory_total=_meminfo(_text(root / "proc/meminfo")),
+        memory_limit=cgroup.memory_limit(root),
+        nodes=_nodes(root / "sys/devices/system/node"),
+        allowed_cpus=_allowed_cpus(root),
+    )
+
+
+def node_of_pci_device(address: str, root: Path = _ROOT) -> int | None:
+    """Return the memory node of a PCI device by sysfs, or None where it is unknown (-1)."""
+    text = _text(root / "sys/bus/pci/devices" / address / "numa_node")
+    return int(text) if text and int(text) >= 0 else None
+
+
+def _nodes(folder: Path) -> tuple[Node, ...]:
+    nodes = []
+    for number in _list(_text(folder / "online")):
+        entry = folder / f"node{number}"
+        cpus = _list(_text(entry / "cpulist"))
+        nodes.append(Node(number, cpus, _meminfo(_text(entry / "meminfo"))))
+    return tuple(nodes)
+
+
+def _allowed_cpus(root: Path) -> tuple[int, ...]:
+    if root == _ROOT:
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return _list(_text(root / "sys/devices/system/cpu/online"))
+
+
+def _meminfo(text: str) -> int:
+    """Read MemTotal, in bytes, from /proc/meminfo or a node's meminfo; 0 where it is not there."""
+    for line in text.splitlines():
+        words = line.split()
+        if "MemTotal:" in words:
+            return int(words[words.index("MemTotal:") + 1]) * 1024
+    return 0
+
+
+def _list(text: str) -> tuple[int, ...]:
+    """Read the kernel's list format: ``0-3,8``; empty text is the empty list."""
+    numbers: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return tuple(numbers)
+
+
+def _chosen(text: str) -> str:
+    """Read which of the words is in brackets: ``always [madvise] never``."""
+    return text.partition("[")[2].partition("]")[0]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""  # a kernel without the feature has no such file

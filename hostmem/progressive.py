@@ -1,0 +1,634 @@
+"""Host memory that is usable at once and filled in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from hostmem import lifetime
+from hostmem.courier import callbacks
+from hostmem.device import DeviceLike, resolve_device
+from hostmem.device.base import Device
+from hostmem.errors import ClosedError
+from hostmem.filler import Filler, fill_thread_budget, valid_rate
+from hostmem.machine import machine
+from hostmem.numa import NodeLike, PlacementRequest, apply_placement, place
+from hostmem.page_mode import PageMode, resolve_page_mode
+from hostmem.placement import Placement, find_placement
+from hostmem.progress import FillProgress
+from hostmem.registration import OnRegisterFailure, Registrations
+from hostmem.reservation import Reservation
+from hostmem.units import Size, align_up, format_size, parse_size
+from hostmem.views import LiveViews
+from hostmem.watermark import Watermark
+
+__all__ = ["HostMem"]
+
+log = logging.getLogger("hostmem")
+
+_COMMIT_UNIT = 32 << 20
+
+
+class _Core:
+    """The inside of a `HostMem`: all it holds, and nothing that refers back to it."""
+
+    __slots__ = ("__weakref__", "filler", "lock", "registrations", "reservation", "watermark")
+
+    def __init__(
+        self,
+        reservation: Reservation,
+        registrations: Registrations,
+        watermark: Watermark,
+        filler: Filler,
+    ) -> None:
+        self.reservation = reservation
+        self.registrations = registrations
+        self.watermark = watermark
+        self.filler = filler
+        self.lock = threading.RLock()  # one resize or close at a time
+
+    def close(self) -> None:
+        with self.lock:
+            if self.watermark.closed:
+                return
+            self.shut_down()
+            if self.registrations.end:
+                log.error(
+                    "%d bytes at %#x are leaked on purpose: a device may still reach them",
+                    self.reservation.nbytes,
+                    self.reservation.address,
+                )
+            else:
+                self.reservation.release()
+
+    def shut_down(self) -> None:
+        self.watermark.close()
+        self.filler.stop()
+        self.registrations.unregister_down_to(0)
+
+    def abandon(self) -> None:
+        self.watermark.abandon()
+        self.lock = threading.RLock()
+
+
+class HostMem:
+    """Host memory whose address range is there at once and whose bytes follow in the background.
+
+    Construction reserves ``capacity`` bytes of address space, starts threads that populate and
+    register it from offset 0 up to ``size``, and returns within milliseconds. The *watermark*,
+    `committed`, says how far the bytes are usable; `wait_usable` and `view` wait only for those they
+    name. The base address never moves.
+
+    Parameters
+    ----------
+    capacity : int or str
+        Bytes of address space, such as ``"64GiB"``; the most that `resize` can ever reach.
+    size : int or str, optional
+        Bytes to make usable; the capacity where omitted. Both are rounded up to ``slot_size``.
+    device : int, Device or str
+        Who the memory is registered with: a GPU's ordinal, ``"cpu"``, or ``"auto"`` for the only
+        GPU, or the CPU where there is none.
+    slot_size : int or str
+        Bytes of one slot of the caller's; no registration ever ends inside a slot.
+    commit_unit : int or str, optional
+        Bytes that are given access at a time, and that no registration crosses: a multiple of
+        ``slot_size``; 32 MiB, rounded up to slots, where omitted. The base is aligned to the largest
+        power of two that divides it.
+    numa_node : "auto", int, sequence of int, or None
+        ``"auto"``: the GPU's node (no policy on the cpu device). Several: pages are spread over them.
+        None: no policy.
+    allow_remote_numa_fallback : bool
+        True: the node is preferred. False: the node is enforced, and anything else is an error.
+    page_mode : "small", "huge", "auto" or None
+        Pages to ask for; None: as the environment variable ``HOSTMEM_THP`` (0, 1, auto) says, small
+        where it is not set.
+    fill_threads : "auto" or int
+        Populating threads; they share one budget per process with those of other objects.
+    fill_rate : float, optional
+        Bytes per second that the fill stays under.
+    on_register_failure : "raise", "stop" or "pageable"
+        What a refused registration means: the fill stops there (and logs an error; with ``"stop"``
+        only those are told who ask beyond), or the range becomes usable unregistered.
+    wait : bool
+        Return only when the size is usable, or raise what went wrong.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument that makes no sense; nothing was taken.
+    HostOOMError
+        The address space is not to be had.
+    PlacementRefusedError
+        No such node, or a strict placement that cannot be enforced here.
+    CuError
+        A GPU was asked for and the driver does not start.
+
+    Notes
+    -----
+    Every method may be called from any thread. Close it, or use it as a context manager; one that is
+    dropped is closed all the same, on another thread, with a `ResourceWarning`.
+
+    Examples
+    --------
+    >>> with HostMem("64MiB", device="cpu") as memory:
+    ...     memory.view(0, 4096)[:] = 7  # waits for these bytes only
+    ...     int(memory.view(0, 4096).sum())
+    28672
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_accepted",
+        "_capacity",
+        "_commit_unit",
+        "_core",
+        "_device",
+        "_finalizer",
+        "_mark",
+        "_page_mode",
+        "_placement",
+        "_slot_size",
+        "_views",
+    )
+
+    def __init__(
+        self,
+        capacity: Size,
+        size: Size | None = None,
+        *,
+        device: DeviceLike = "auto",
+        slot_size: Size = 1,
+        commit_unit: Size | None = None,
+        numa_node: NodeLike = "auto",
+        allow_remote_numa_fallback: bool = True,
+        page_mode: str | None = None,
+        fill_threads: int | str = "auto",
+        fill_rate: float | None = None,
+        on_register_failure: str = "raise",
+        wait: bool = False,
+    ) -> None:
+        here = machine()
+        self._slot_size = _at_least("slot_size", slot_size, 1)
+        asked = _at_least("capacity", capacity, 1)
+        target = asked if size is None else _at_least("size", size, 0)
+        if target > asked:
+            raise ValueError(f"size: {target} bytes are more than the capacity, {asked}")
+        self._capacity = align_up(asked, self._slot_size)
+        self._commit_unit = self._valid_unit(commit_unit)
+        threads = _valid_threads(fill_threads)
+        policy = _valid_policy(on_register_failure)
+        rate = valid_rate(fill_rate)
+        self._page_mode: PageMode = resolve_page_mode(page_mode, here)
+        self._device: Device = resolve_device(device)
+        self._placement: PlacementRequest = place(
+            numa_node, self._device, allow_remote_numa_fallback, here
+        )
+
+        reservation = Reservation(self._capacity, self._commit_unit, self._page_mode, here)
+        try:
+            self._accepted = apply_placement(
+                self._placement, reservation.address, reservation.nbytes
+            )
+        except BaseException:
+            reservation.release()
+            raise
+        smallest = align_up(here.page_size, self._slot_size)
+        registrations = Registrations(self._device, reservation.address, smallest)
+        self._mark = Watermark(align_up(target, self._slot_size))
+        filler = Filler(
+            reservation,
+            registrations,
+            self._mark,
+            slot_size=self._slot_size,
+            commit_unit=self._commit_unit,
+            threads=threads,
+            rate=rate,
+            cpus=self._fill_cpus(),
+            policy=policy,
+        )
+        self._core = _Core(reservation, registrations, self._mark, filler)
+        self._views = LiveViews()
+        self._finalizer = lifetime.watch(self, self._core)
+        filler.fill_to(self._mark.size)
+        if wait:
+            try:
+                self.wait_usable(self._mark.size)
+            except BaseException:
+                self.close()
+                raise
+
+    def _valid_unit(self, commit_unit: Size | None) -> int:
+        if commit_unit is None:
+            return align_up(_COMMIT_UNIT, self._slot_size)
+        unit = _at_least("commit_unit", commit_unit, 1)
+        if unit % self._slot_size:
+            raise ValueError(
+                f"commit_unit: {unit} is no multiple of the slot size, {self._slot_size}"
+            )
+        return unit
+
+    def _fill_cpus(self) -> tuple[int, ...]:
+        nodes = self._placement.nodes
+        cpus = machine().fill_cpus(nodes[0]) if len(nodes) == 1 else ()
+        if len(nodes) == 1 and not cpus:
+            log.warning(
+                "fill threads run anywhere: this process may use no CPU of node %d", nodes[0]
+            )
+        return cpus
+
+    # ------------------------------------------------------------------------------ properties
+
+    @property
+    def address(self) -> int:
+        """Address of offset 0; the same for the object's life."""
+        return self._core.reservation.address
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of address space: what `resize` can reach."""
+        return self._capacity
+
+    @property
+    def size(self) -> int:
+        """Bytes that are usable or being made so."""
+        return self._mark.size
+
+    @property
+    def committed(self) -> int:
+        """Bytes from offset 0 that are usable now; 0 once closed."""
+        return max(self._mark.usable_end, 0)
+
+    @property
+    def slot_size(self) -> int:
+        """Bytes of one slot of the caller's."""
+        return self._slot_size
+
+    @property
+    def commit_unit(self) -> int:
+        """Bytes that no registration crosses."""
+        return self._commit_unit
+
+    @property
+    def device(self) -> Device:
+        """Who the memory is registered with."""
+        return self._device
+
+    @property
+    def node(self) -> int | tuple[int, ...] | None:
+        """Memory node that was asked for, several to spread over, or None."""
+        return self._placement.node
+
+    @property
+    def page_mode(self) -> str:
+        """Page size that was asked for: ``"small"`` or ``"huge"``."""
+        return str(self._page_mode)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the fill stopped short of the size, or None."""
+        return self._mark.failure
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or this is a forked child."""
+        return self._mark.closed
+
+    @property
+    def registrations(self) -> list[tuple[int, int]]:
+        """Registered ranges, ascending: (offset, nbytes)."""
+        return list(self._core.registrations.registered)
+
+    @property
+    def quarantined(self) -> list[tuple[int, int]]:
+        """Ranges that are usable but that the driver refused: (offset, nbytes)."""
+        return list(self._core.registrations.quarantined)
+
+    @property
+    def progress(self) -> FillProgress:
+        """How far the fill is, at this moment."""
+        return self._core.filler.progress()
+
+    # --------------------------------------------------------------------------------- waiting
+
+    def wait_usable(self, end: int, timeout: float | None = None) -> None:
+        """Block until bytes ``[0, end)`` are usable.
+
+        Below the watermark this is a comparison: no lock, no system call.
+
+        Parameters
+        ----------
+        end : int
+            Bytes from offset 0.
+        timeout : float, optional
+            Seconds; 0 polls, None waits for ever (Ctrl-C works).
+
+        Raises
+        ------
+        ValueError
+            ``end`` is negative or past the size, or a resize made it so during the wait.
+        TimeoutError
+            Not usable in time.
+        ClosedError
+            Closed, before or during the wait.
+        HostOOMError, RegistrationError, HostmemError
+            The fill stopped below ``end``; the cause is the error's ``__cause__``.
+        """
+        if 0 <= end <= self._mark.usable_end:
+            return
+        self._mark.wait(end, timeout)
+
+    def is_usable(self, end: int, start: int = 0) -> bool:
+        """Tell, without blocking, whether bytes ``[start, end)`` are usable."""
+        return 0 <= start <= end <= self._mark.usable_end
+
+    def add_usable_callback(
+        self, end: int, function: Callable[[BaseException | None], object]
+    ) -> None:
+        """Call ``function(error_or_None)`` once when bytes ``[0, end)`` are usable, or will not be.
+
+        It runs on a thread of ours, one callback after another, at once if they are usable already.
+        What it raises is logged.
+
+        Raises
+        ------
+        ValueError
+            ``end`` is negative or past the size.
+        """
+        callbacks.start()
+        self._mark.add_callback(end, function)
+
+    async def wait_usable_async(self, end: int) -> None:
+        """Await what `wait_usable` blocks for, and raise what it raises."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: BaseException | None) -> None:
+            if done.cancelled():
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        def arrived(error: BaseException | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, error)
+
+        self.add_usable_callback(end, arrived)
+        await done
+
+    # ------------------------------------------------------------------------- resizing, pausing
+
+    def resize(self, size: Size) -> None:
+        """Set the size: grow in the background, or give back what is past it.
+
+        The base and the bytes below the new size stay. Growing returns at once. Shrinking stops the
+        fill within one piece (2 MiB) and one registration, and then takes as long as unregistering
+        and unmapping what goes. Resizing to the present size retries after a failure. Memory is given
+        back by whole registrations; the rest of one that is cut is kept for a later growth.
+
+        Parameters
+        ----------
+        size : int or str
+            Bytes, at most the capacity; rounded up to ``slot_size``.
+
+        Raises
+        ------
+        ValueError
+            Negative or above the capacity; nothing changed.
+        BufferError
+            A live view holds bytes that would go; nothing changed.
+        ClosedError
+            Closed.
+        """
+        asked = _at_least("size", size, 0)
+        if asked > self._capacity:
+            raise ValueError(f"size: {asked} bytes are more than the capacity, {self._capacity}")
+        target = align_up(asked, self._slot_size)
+        core = self._core
+        with core.lock:
+            self._check_open()
+            end = core.registrations.end
+            if target < self._mark.size:
+                self._refuse_under_views(target)
+                core.filler.stop()
+                end = core.filler.shrink_to(target)
+            self._mark.resize(target, end)
+            core.filler.fill_to(target)
+
+    def pause_fill(self) -> None:
+        """Let the fill rest after the pieces it is at; waits above the watermark then last."""
+        self._check_open()
+        self._core.filler.pause()
+
+    def resume_fill(self) -> None:
+        """Let a paused fill go on."""
+        self._check_open()
+        self._core.filler.resume()
+
+    # ---------------------------------------------------------------------------------- access
+
+    def view(
+        self,
+        offset: int = 0,
+        nbytes: int | None = None,
+        *,
+        dtype: DTypeLike = np.uint8,
+        shape: tuple[int, ...] | None = None,
+        timeout: float | None = None,
+        one_registration: bool = False,
+    ) -> NDArray[Any]:
+        """Return a numpy array over bytes of this memory, once they are usable.
+
+        The array and whatever is made from it (slices, memoryviews, tensors) keep the memory: while
+        one lives, `close` and a `resize` that would take its bytes raise `BufferError`.
+
+        Parameters
+        ----------
+        offset : int
+            First byte.
+        nbytes : int, optional
+            Bytes, a multiple of the item size; up to the size where omitted.
+        dtype : dtype
+            Type of the items; ``offset`` need not be aligned to it.
+        shape : tuple of int, optional
+            Shape, row-major; one dimension where omitted.
+        timeout : float, optional
+            Seconds to wait at most.
+        one_registration : bool
+            Refuse a range that the driver would refuse to copy in one call.
+
+        Returns
+        -------
+        numpy.ndarray
+            Writable.
+
+        Raises
+        ------
+        ValueError
+            A range outside the size, a shape that does not fit, or a registration boundary inside it.
+        TimeoutError, ClosedError, HostOOMError, RegistrationError, HostmemError
+            As `wait_usable`.
+        """
+        size = self._mark.size
+        if nbytes is None:
+            nbytes = size - offset
+        if offset < 0 or nbytes < 0 or offset + nbytes > size:
+            self._check_open()
+            raise ValueError(f"view: bytes [{offset}, {offset + nbytes}) are outside 0..{size}")
+        self.wait_usable(offset + nbytes, timeout)
+        if one_registration and nbytes and not self.same_registration(offset, offset + nbytes - 1):
+            raise ValueError(
+                f"view: a registration ends at {self.boundary_after(offset)}, inside bytes "
+                f"[{offset}, {offset + nbytes}); the driver copies no range across it"
+            )
+        with self._core.lock:
+            # Usable still, and counted before a resize or close can look.
+            self.wait_usable(offset + nbytes, 0)
+            data = self._views.make(self, self.address, offset, nbytes)
+        array: NDArray[Any] = data.view(dtype)
+        return array if shape is None else array.reshape(shape)
+
+    def boundary_after(self, offset: int) -> int:
+        """Return where the registration that holds ``offset`` ends: the first byte after it.
+
+        Raises
+        ------
+        ValueError
+            ``offset`` is not below the watermark.
+        """
+        if not 0 <= offset < self._mark.usable_end:
+            self._check_open()
+            raise ValueError(f"offset: {offset} is not below the watermark, {self.committed}")
+        tables = (self._core.registrations.registered, self._core.registrations.quarantined)
+        start, nbytes = next(found for table in tables if (found := table.at(offset)))
+        return start + nbytes
+
+    def same_registration(self, a: int, b: int) -> bool:
+        """Tell whether two usable offsets lie in one registration, so that a copy may span them."""
+        return self.boundary_after(a) == self.boundary_after(b)
+
+    # ------------------------------------------------------------------------------ inspection
+
+    def placement(self) -> Placement:
+        """Look where the resident pages are; about 80 ns a small page."""
+        self._check_open()
+        end = align_up(self._core.registrations.end, machine().page_size)
+        return find_placement(self.address, end, str(self._placement), self._accepted)
+
+    def describe(self) -> str:
+        """Say everything about this memory, for a person, in a few lines."""
+        if self.closed:
+            return repr(self)
+        progress = self.progress
+        lines = [
+            f"capacity       {format_size(self.capacity)} at {self.address:#x}",
+            f"fill           {progress}",
+            f"device         {self.device.name}",
+            f"registered     {progress.registrations} ranges, {len(self.quarantined)} quarantined",
+            f"pages          asked {self.page_mode}",
+            f"placement      asked {self._placement}, accepted {self._accepted}",
+            f"waiting        {self._mark.waiting}",
+        ]
+        if self.failure is not None:
+            lines.append(f"failure        {self.failure}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return f"<HostMem {format_size(self._capacity)}, closed>"
+        usable = self.committed
+        share = f" ({usable / self.size:.0%})" if self.size else ""
+        node = "no node" if self.node is None else f"node {self.node}"
+        failed = ", failed" if self.failure is not None else ""
+        return (
+            f"<HostMem {format_size(self.size)} at {self.address:#x}, {format_size(usable)} usable"
+            f"{share}, {self.device.name}, {node}, {self.page_mode} pages{failed}>"
+        )
+
+    # -------------------------------------------------------------------------------- lifetime
+
+    def close(self) -> None:
+        """Stop the fill, unregister and give everything back. Idempotent, from any thread.
+
+        Blocks for one piece and one registration of the fill, and then for unregistering and
+        unmapping. Waits in other threads end with `ClosedError`. Where the driver refuses to
+        unregister, the memory is left mapped on purpose, and that is logged.
+
+        Raises
+        ------
+        BufferError
+            A live view holds this memory; nothing changed.
+        """
+        with self._core.lock:
+            if self.closed:
+                return
+            self._refuse_under_views(0)
+            self._finalizer.detach()
+            self._core.close()
+
+    def _refuse_under_views(self, keep: int) -> None:
+        taken = self._views.past(keep)
+        if taken:
+            ranges = ", ".join(f"[{start}, {end})" for start, end in taken[:4])
+            more = f" and {len(taken) - 4} more" if len(taken) > 4 else ""
+            raise BufferError(
+                f"live views hold bytes past {keep}: {ranges}{more}; drop them first (arrays, "
+                "memoryviews, tensors made from view())"
+            )
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError("the memory was closed, or belongs to the parent of this process")
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except BufferError as held:
+            if error is None:
+                raise
+            error.add_note(f"and the memory stays open: {held}")
+
+
+def _at_least(name: str, value: Size, least: int) -> int:
+    nbytes = parse_size(value, name)
+    if nbytes < least:
+        raise ValueError(f"{name}: {value!r}; give at least {least} byte{'s' * (least != 1)}")
+    if nbytes >= 1 << 62:
+        raise ValueError(f"{name}: {value!r} is more than any address space")
+    return nbytes
+
+
+def _valid_threads(threads: int | str) -> int:
+    if threads == "auto":
+        return fill_thread_budget()
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise ValueError(
+            f"fill_threads: {threads!r}; give 'auto' or a number of threads, 1 or more"
+        )
+    return min(threads, max(4 * (os.cpu_count() or 1), 4))
+
+
+def _valid_policy(policy: str) -> OnRegisterFailure:
+    try:
+        return OnRegisterFailure(policy)
+    except ValueError:
+        names = ", ".join(repr(p.value) for p in OnRegisterFailure)
+        raise ValueError(f"on_register_failure: {policy!r}; give one of {names}") from None

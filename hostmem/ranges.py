@@ -1,0 +1,108 @@
+"""Disjoint ranges of integers, looked up one at a time or by the array."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["RangeTable"]
+
+
+class RangeTable:
+    """A sorted set of disjoint ranges ``[start, start + nbytes)``.
+
+    Many readers, writers under a lock of its own: a fill adds ranges while others look ranges up.
+    Lookups of one value cost O(log n); lookups of arrays are vectorised over a snapshot that is
+    made anew after a change.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranges: list[tuple[int, int]] = []  # (start, end), sorted
+        self._snapshot: tuple[NDArray[np.uint64], NDArray[np.uint64]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Iterate over (start, nbytes), ascending, of the table as it is now."""
+        with self._lock:
+            ranges = list(self._ranges)
+        return ((start, end - start) for start, end in ranges)
+
+    def add(self, start: int, nbytes: int) -> None:
+        """Add a range.
+
+        Raises
+        ------
+        ValueError
+            If it overlaps one that is there; the message names that one.
+        """
+        end = start + nbytes
+        with self._lock:
+            at = bisect_left(self._ranges, (start, 0))
+            for other, other_end in self._ranges[max(at - 1, 0) : at + 1]:
+                if other < end and start < other_end:
+                    raise ValueError(
+                        f"[{start:#x}, {end:#x}) overlaps [{other:#x}, {other_end:#x})"
+                    )
+            insort(self._ranges, (start, end))
+            self._snapshot = None
+
+    def remove(self, start: int) -> int:
+        """Remove the range that begins at ``start`` and return its bytes; KeyError if none does."""
+        with self._lock:
+            at = bisect_left(self._ranges, (start, 0))
+            if at == len(self._ranges) or self._ranges[at][0] != start:
+                raise KeyError(start)
+            _, end = self._ranges.pop(at)
+            self._snapshot = None
+        return end - start
+
+    def at(self, value: int) -> tuple[int, int] | None:
+        """Return the (start, nbytes) of the range that holds ``value``, or None."""
+        with self._lock:
+            at = bisect_right(self._ranges, (value, 1 << 64)) - 1
+            if at >= 0 and value < self._ranges[at][1]:
+                start, end = self._ranges[at]
+                return start, end - start
+        return None
+
+    def overlapping(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the (start, nbytes) of the ranges that share a byte with ``[start, end)``."""
+        with self._lock:
+            first = max(bisect_left(self._ranges, (start, 0)) - 1, 0)
+            last = bisect_left(self._ranges, (end, 0))
+            return [(s, e - s) for s, e in self._ranges[first:last] if e > start]
+
+    def index_of(self, values: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Number the ranges that hold the values: an index into the sorted table, or -1."""
+        starts, ends = self._arrays()
+        if not len(starts):
+            return np.full(len(values), -1, np.int64)
+        at = np.searchsorted(starts, values, side="right").astype(np.int64) - 1
+        at[(at >= 0) & (values >= ends[at])] = -1
+        return at
+
+    def first_spanning(self, starts: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> int | None:
+        """Find the first of the given ranges that begins and ends in different places of the table.
+
+        Two ranges of the table, or one and the space outside, are different places. Sizes are at
+        least 1.
+        """
+        first = self.index_of(starts)
+        last = self.index_of(starts + sizes - np.uint64(1))
+        bad = np.flatnonzero(first != last)
+        return int(bad[0]) if len(bad) else None
+
+    def _arrays(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        snapshot = self._snapshot
+        if snapshot is None:
+            with self._lock:
+                pairs = np.array(self._ranges, np.uint64).reshape(-1, 2)
+                snapshot = self._snapshot = (pairs[:, 0].copy(), pairs[:, 1].copy())
+        return snapshot

@@ -1,0 +1,109 @@
+"""Registering committed memory with a device, range by range, and remembering which."""
+
+from __future__ import annotations
+
+import enum
+import logging
+
+from hostmem.device.base import Device
+from hostmem.errors import CuError, CuOOMError, HostmemError, RegistrationError
+from hostmem.ranges import RangeTable
+from hostmem.units import align_up, format_size
+
+__all__ = ["OnRegisterFailure", "Registrations"]
+
+log = logging.getLogger("hostmem")
+
+_NEVER = {800, 801}  # NOT_PERMITTED, NOT_SUPPORTED: a smaller range fares no better
+
+
+class OnRegisterFailure(enum.StrEnum):
+    """What becomes of the fill when the driver refuses a range even a slot at a time."""
+
+    RAISE = "raise"
+    """It stops there, which is logged as an error; whoever waits beyond is told."""
+    STOP = "stop"
+    """It stops there; only who asks beyond is told."""
+    PAGEABLE = "pageable"
+    """The range is usable unregistered, listed as quarantined, and the fill goes on."""
+
+
+class Registrations:
+    """The registered ranges of one reservation, as offsets in bytes from its base.
+
+    They cover a prefix, without holes but for the quarantined ranges. One thread registers at a
+    time; any thread may look.
+
+    Parameters
+    ----------
+    device : Device
+        Who registers.
+    base : int
+        Address of offset 0.
+    smallest : int
+        Bytes below which a refused range is not halved any more: a multiple of the slot size.
+    """
+
+    def __init__(self, device: Device, base: int, smallest: int) -> None:
+        self._device = device
+        self._base = base
+        self._smallest = smallest
+        self.registered = RangeTable()
+        self.quarantined = RangeTable()
+        self.end = 0
+        """Bytes from 0 that are registered or quarantined."""
+
+    def register(self, end: int, policy: OnRegisterFailure) -> None:
+        """Register from the present end up to ``end``: in one call, or in halves where refused.
+
+        Raises
+        ------
+        RegistrationError
+            The smallest range was refused, and the policy is not PAGEABLE. What was registered
+            before it stays registered: `end` says how far.
+        """
+        ahead = [end]
+        while ahead:
+            start, stop = self.end, ahead[-1]
+            try:
+                self._device.register(self._base + start, stop - start)
+            except (CuError, CuOOMError) as cause:
+                if stop - start > self._smallest and cause.code not in _NEVER:
+                    half = align_up((stop - start) // 2, self._smallest)
+                    ahead.append(start + half)
+                    continue
+                if policy is not OnRegisterFailure.PAGEABLE:
+                    raise self._refused(start, stop, cause) from cause
+                self.quarantined.add(start, stop - start)
+                log.warning("%d bytes at offset %d stay pageable: %s", stop - start, start, cause)
+            else:
+                self.registered.add(start, stop - start)
+            self.end = stop
+            ahead.pop()
+
+    def unregister_down_to(self, size: int) -> None:
+        """Unregister the ranges that begin at or past ``size``, from the top, and move the end.
+
+        A range that reaches over ``size`` stays whole. Where the driver refuses, it stops, logs why
+        and leaves the rest registered: memory that a device may still reach is never given back.
+        """
+        ranges = [(s, n, self.registered) for s, n in self.registered if s >= size]
+        ranges += [(s, n, self.quarantined) for s, n in self.quarantined if s >= size]
+        for start, nbytes, table in sorted(ranges, key=lambda r: r[0], reverse=True):
+            if table is self.registered:
+                try:
+                    self._device.unregister(self._base + start)
+                except (CuError, CuOOMError) as error:
+                    log.error("%d bytes at offset %d stay registered: %s", nbytes, start, error)
+                    return
+            table.remove(start)
+            self.end = start
+
+    def _refused(self, start: int, stop: int, cause: HostmemError) -> RegistrationError:
+        return RegistrationError(
+            f"the driver refused to register {format_size(stop - start)} at offset {start}: {cause}; "
+            "what is below stays usable",
+            offset=start,
+            nbytes=stop - start,
+            code=cause.facts.get("code"),
+        )

@@ -1,0 +1,5 @@
+"""A kit for testing what is built on this library: faults at the seam, a driver without a GPU."""
+
+from hostmem.testing.faults import FaultPlan, Hold
+
+__all__ = ["FaultPlan", "Hold"]

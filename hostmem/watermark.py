@@ -1,0 +1,229 @@
+"""The watermark: how far memory is usable, and who waits for how much of it."""
+
+from __future__ import annotations
+
+import _thread
+import heapq
+import threading
+from collections.abc import Callable
+
+from hostmem.courier import callbacks
+from hostmem.errors import ClosedError, HostmemError, HostOOMError, RegistrationError
+from hostmem.units import format_size
+
+__all__ = ["Watermark"]
+
+Outcome = BaseException | None
+"""What a wait ends with: the error to raise, or None."""
+
+
+class _Waiter:
+    """One thread parked until an end is usable; its lock is released to wake it."""
+
+    __slots__ = ("end", "lock", "outcome", "settled")
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+        self.settled = False
+        self.outcome: Outcome = None
+        self.lock = _thread.allocate_lock()
+        self.lock.acquire()
+
+    def settle(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.settled = True
+        self.lock.release()
+
+
+class _Callback:
+    """A function to be called, on a thread of ours, when an end is usable."""
+
+    __slots__ = ("end", "function", "settled")
+
+    def __init__(self, end: int, function: Callable[[Outcome], object]) -> None:
+        self.end = end
+        self.function = function
+        self.settled = False
+
+    def settle(self, outcome: Outcome) -> None:
+        self.settled = True
+        function = self.function
+        callbacks.post(lambda: function(outcome))
+
+
+class Watermark:
+    """A prefix of bytes that is usable, a size that it is growing to, and a failure, if any.
+
+    Works like a futex with a threshold: a waiter names the end it needs and is woken once, when
+    the watermark passes that end or when it is settled that it will not. Below the watermark no
+    lock is taken: callers compare with `usable_end` themselves.
+
+    Attributes
+    ----------
+    usable_end : int
+        Bytes from 0 that are usable; -1 once closed, so that every comparison fails.
+    size : int
+        Bytes that are meant to become usable.
+    failure : BaseException or None
+        Why the prefix does not grow any more; what is below it stays usable.
+    """
+
+    __slots__ = ("_heap", "_lock", "_sequence", "closed", "failure", "size", "usable_end")
+
+    def __init__(self, size: int) -> None:
+        self.usable_end = 0
+        self.size = size
+        self.failure: BaseException | None = None
+        self.closed = False
+        self._lock = threading.Lock()
+        self._heap: list[tuple[int, int, _Waiter | _Callback]] = []
+        self._sequence = 0
+
+    @property
+    def waiting(self) -> int:
+        """Number of threads and callbacks that wait now."""
+        with self._lock:
+            return sum(not waiter.settled for _, _, waiter in self._heap)
+
+    # ------------------------------------------------------------------ the side of the fill
+
+    def advance(self, end: int) -> None:
+        """Move the usable prefix to ``end`` and wake those it reaches."""
+        with self._lock:
+            if not self.closed:
+                self.usable_end = min(end, self.size)
+                self._settle_reached()
+
+    def resize(self, size: int, usable_end: int) -> None:
+        """Set size and prefix at once, and forget the failure.
+
+        Those who wait for an end past the new size get `ValueError`.
+        """
+        with self._lock:
+            self.size = size
+            self.failure = None
+            if not self.closed:
+                self.usable_end = min(usable_end, size)
+                self._settle_reached()
+                self._settle_rest(lambda end: end > size)
+
+    def fail(self, cause: BaseException) -> None:
+        """Record that the prefix will not grow, and tell everyone who waits above it."""
+        with self._lock:
+            self.failure = cause
+            self._settle_rest(lambda end: True)
+
+    def close(self) -> None:
+        """Let every wait, now and later, end with `ClosedError`."""
+        with self._lock:
+            self.closed = True
+            self.usable_end = -1
+            self._settle_rest(lambda end: True)
+
+    def abandon(self) -> None:
+        """Close in a forked child, whose copy of the lock may be held for ever."""
+        self._lock = threading.Lock()
+        self._heap = []
+        self.closed = True
+        self.usable_end = -1
+
+    # --------------------------------------------------------------- the side of those who wait
+
+    def wait(self, end: int, timeout: float | None) -> None:
+        """Block until the prefix reaches ``end``; see `hostmem.HostMem.wait_usable`."""
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout: {timeout!r} seconds; give None to wait, 0 to poll")
+        with self._lock:
+            if self._verdict(end):
+                return
+            if timeout == 0:
+                raise self._timeout(end, 0)
+            waiter = _Waiter(end)
+            self._park(waiter)
+        try:
+            limit = -1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+            waiter.lock.acquire(True, limit)
+        finally:
+            # On a timeout or Ctrl-C it is still parked; settled now, it is never woken twice.
+            with self._lock:
+                settled, waiter.settled = waiter.settled, True
+        if not settled:
+            raise self._timeout(end, timeout)
+        if waiter.outcome is not None:
+            raise waiter.outcome from self.failure
+
+    def add_callback(self, end: int, function: Callable[[Outcome], object]) -> None:
+        """Call ``function(error_or_None)`` once when ``end`` is usable or settled not to be."""
+        callback = _Callback(end, function)
+        with self._lock:
+            try:
+                usable = self._verdict(end)
+            except HostmemError as error:
+                callback.settle(error)
+                return
+            if usable:
+                callback.settle(None)
+            else:
+                self._park(callback)
+
+    # ------------------------------------------------------------------------------ inside
+
+    def _verdict(self, end: int) -> bool:
+        """Tell whether ``end`` is usable (True), still coming (False), or raise why not."""
+        error = self._refusal(end)
+        if error is not None:
+            raise error from self.failure
+        return end <= self.usable_end
+
+    def _refusal(self, end: int) -> Outcome:
+        if self.closed:
+            return ClosedError("the memory was closed")
+        if not 0 <= end <= self.size:
+            return ValueError(f"end: {end} is outside 0..{self.size}, the present size")
+        if end > self.usable_end and self.failure is not None:
+            return _told_again(self.failure, end, self.usable_end)
+        return None
+
+    def _timeout(self, end: int, timeout: float | None) -> TimeoutError:
+        return TimeoutError(
+            f"{format_size(end)} were not usable after {timeout} s; "
+            f"the watermark stands at {self.usable_end} of {self.size} bytes"
+        )
+
+    def _park(self, waiter: _Waiter | _Callback) -> None:
+        if len(self._heap) > 64 and sum(w.settled for _, _, w in self._heap) > len(self._heap) // 2:
+            # Many gave up: forget them, or polling with timeouts would grow the heap for ever.
+            self._heap = [entry for entry in self._heap if not entry[2].settled]
+            heapq.heapify(self._heap)
+        self._sequence += 1
+        heapq.heappush(self._heap, (waiter.end, self._sequence, waiter))
+
+    def _settle_reached(self) -> None:
+        while self._heap and self._heap[0][0] <= self.usable_end:
+            _, _, waiter = heapq.heappop(self._heap)
+            if not waiter.settled:
+                waiter.settle(None)
+
+    def _settle_rest(self, chosen: Callable[[int], bool]) -> None:
+        kept = []
+        for entry in self._heap:
+            end, _, waiter = entry
+            if waiter.settled:
+                continue
+            if chosen(end) and (error := self._refusal(end)) is not None:
+                waiter.settle(error)
+            else:
+                kept.append(entry)
+        heapq.heapify(kept)
+        self._heap = kept
+
+
+def _told_again(cause: BaseException, end: int, usable_end: int) -> BaseException:
+    """Make an error of the cause's type for one waiter, so that no two threads share a traceback."""
+    kind = type(cause) if isinstance(cause, HostOOMError | RegistrationError) else HostmemError
+    return kind(
+        f"the fill stopped at {format_size(usable_end)} and will not reach {format_size(end)}: "
+        f"{cause}; resize() to the same size retries",
+        end=end,
+        committed=usable_end,
+    )

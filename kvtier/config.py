@@ -1,0 +1,352 @@
+"""The configuration of a tiered cache: frozen data that is checked as a whole before use.
+
+Sizes are bytes, or text such as ``"64GiB"``, and are kept as integers. Text that is no size is
+refused at once; everything else waits for ``validate()``, which looks at every tier and layer and
+names all that is wrong in one `ValueError`: the field, the minimum and the unit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from math import isfinite
+from typing import ClassVar
+
+from hostmem.units import Size, parse_size
+from kvtier.layout import group_layouts
+from kvtier.plan import CachePlan, group_weights, make_plan, plan_level
+from kvtier.quota import exact_size, grain_of, minimum_quota
+
+__all__ = [
+    "AttentionLayerConfig",
+    "BufferConfig",
+    "CacheTier",
+    "CacheTierConfig",
+    "DiskCacheTierConfig",
+    "GpuCacheTierConfig",
+    "HostCacheTierConfig",
+    "KVCacheManagerConfig",
+]
+
+
+class CacheTier(StrEnum):
+    """A kind of level, warmest first; the values are the keys of every output."""
+
+    GPU = "gpu"
+    HOST = "host"
+    DISK = "disk"
+
+
+_ORDER = tuple(CacheTier)
+_PAGE_MODES = (None, "small", "huge", "auto", "hugetlb")
+
+
+class _Checked:
+    """A piece of configuration that can say what is wrong with it."""
+
+    __slots__ = ()
+
+    def problems(self) -> Iterator[str]:
+        """Yield one sentence for each thing that is wrong; nothing is changed or built."""
+        raise NotImplementedError
+
+    def validate(self) -> None:
+        """Check every field.
+
+        Raises
+        ------
+        ValueError
+            Naming everything that is wrong: the field, the minimum and the unit.
+        """
+        if found := list(self.problems()):
+            raise ValueError("; ".join(found))
+
+
+class CacheTierConfig(_Checked):
+    """What the tiers have in common: a quota and the bound it may be raised to."""
+
+    __slots__ = ()
+
+    tier: ClassVar[CacheTier]
+    quota: int
+    """Bytes the level may use at first."""
+    max_quota: int | None
+    """Bytes it may ever use, which is its reservation; None: what the machine has."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the quota and its bound."""
+        if self.quota <= 0:
+            yield f"{self.tier}.quota: {exact_size(self.quota)} is below the minimum of 1 B"
+        if self.max_quota is not None and self.max_quota < self.quota:
+            yield (
+                f"{self.tier}.max_quota: {exact_size(self.max_quota)} is below the quota, "
+                f"its minimum, of {exact_size(self.quota)}"
+            )
+
+    def _set_quotas(self, quota: Size, max_quota: Size | None) -> None:
+        bound = None if max_quota is None else parse_size(max_quota, f"{self.tier}.max_quota")
+        object.__setattr__(self, "quota", parse_size(quota, f"{self.tier}.quota"))
+        object.__setattr__(self, "max_quota", bound)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class GpuCacheTierConfig(CacheTierConfig):
+    """The hot level, in GPU memory (on the cpu device: in host memory).
+
+    Parameters
+    ----------
+    quota : int or str
+        Bytes it may use at first.
+    max_quota : int or str, optional
+        Bytes it may ever use; by default the device's memory.
+    """
+
+    tier: ClassVar[CacheTier] = CacheTier.GPU
+
+    quota: int
+    max_quota: int | None
+
+    def __init__(self, quota: Size, max_quota: Size | None = None) -> None:
+        self._set_quotas(quota, max_quota)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class HostCacheTierConfig(CacheTierConfig):
+    """A level in page-locked host memory.
+
+    Parameters
+    ----------
+    quota : int or str
+        Bytes it may use at first.
+    max_quota : int or str, optional
+        Bytes it may ever use; by default the memory this process can really have.
+    allow_remote_numa_fallback : bool
+        True prefers the GPU's NUMA node; False insists on it, and building the level fails
+        where that cannot be enforced.
+    page_mode : {"small", "huge", "auto", "hugetlb"}, optional
+        What pages the memory is made of; by default what ``HOSTMEM_THP`` says.
+    """
+
+    tier: ClassVar[CacheTier] = CacheTier.HOST
+
+    quota: int
+    max_quota: int | None
+    allow_remote_numa_fallback: bool
+    page_mode: str | None
+
+    def __init__(
+        self,
+        quota: Size,
+        max_quota: Size | None = None,
+        allow_remote_numa_fallback: bool = True,
+        page_mode: str | None = None,
+    ) -> None:
+        self._set_quotas(quota, max_quota)
+        object.__setattr__(self, "allow_remote_numa_fallback", allow_remote_numa_fallback)
+        object.__setattr__(self, "page_mode", page_mode)
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the quotas and the page mode."""
+        yield from CacheTierConfig.problems(self)
+        if self.page_mode not in _PAGE_MODES:
+            known = ", ".join(mode for mode in _PAGE_MODES if mode)
+            yield f"host.page_mode: {self.page_mode!r} is none of {known}"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class DiskCacheTierConfig(CacheTierConfig):
+    """A level in files of one directory.
+
+    Parameters
+    ----------
+    quota : int or str
+        Bytes it may use at first.
+    path : str or path-like
+        An existing directory this process may write to.
+    max_quota : int or str, optional
+        Bytes it may ever use; by default the free space of the directory.
+    """
+
+    tier: ClassVar[CacheTier] = CacheTier.DISK
+
+    quota: int
+    path: str
+    max_quota: int | None
+
+    def __init__(
+        self, quota: Size, path: str | os.PathLike[str], max_quota: Size | None = None
+    ) -> None:
+        self._set_quotas(quota, max_quota)
+        object.__setattr__(self, "path", os.fspath(path))
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the quotas and, as it is now, with the directory."""
+        yield from CacheTierConfig.problems(self)
+        if not os.path.exists(self.path):
+            yield f"disk.path: {self.path!r} does not exist; create the directory first"
+        elif not os.path.isdir(self.path):
+            yield f"disk.path: {self.path!r} is not a directory"
+        elif not os.access(self.path, os.W_OK | os.X_OK):
+            yield f"disk.path: {self.path!r} is not writable by this process"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class BufferConfig(_Checked):
+    """One buffer of a layer.
+
+    Parameters
+    ----------
+    role : str
+        What it holds, such as ``"key"``; distinct within the layer.
+    size : int or str
+        Bytes of one block, that is of ``tokens_per_block`` tokens.
+    """
+
+    role: str
+    size: int
+
+    def __init__(self, role: str, size: Size) -> None:
+        object.__setattr__(self, "role", role)
+        object.__setattr__(self, "size", parse_size(size, f"size of buffer {role!r}"))
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the size."""
+        if self.size <= 0:
+            yield f"buffer {self.role!r}: size: {self.size} B is below the minimum of 1 B"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayerConfig(_Checked):
+    """One attention layer: its buffers, and which of its tokens stay visible."""
+
+    layer_id: int
+    """Distinct within the cache."""
+    buffers: Sequence[BufferConfig]
+    """At least one; kept as a tuple."""
+    sliding_window_size: int | None = None
+    """Tokens that attention looks back; None: all."""
+    num_sink_tokens: int | None = None
+    """First tokens that stay visible beyond the window; only with a window."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "buffers", tuple(self.buffers))
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the layer and each of its buffers."""
+        where = f"layer {self.layer_id}"
+        window, sinks = self.sliding_window_size, self.num_sink_tokens
+        if not self.buffers:
+            yield f"{where}: buffers: none given, the minimum is 1 buffer"
+        for buffer in self.buffers:
+            yield from (f"{where}: {problem}" for problem in buffer.problems())
+        for role in _repeated(buffer.role for buffer in self.buffers):
+            yield f"{where}: buffers: role {role!r} is given more than once"
+        if window is not None and window <= 0:
+            yield f"{where}: sliding_window_size: {window} is below the minimum of 1 token"
+        if sinks is not None and sinks < 0:
+            yield f"{where}: num_sink_tokens: {sinks} is below the minimum of 0 tokens"
+        if sinks and window is None:
+            yield f"{where}: num_sink_tokens: {sinks} tokens, but no sliding_window_size"
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheManagerConfig(_Checked):
+    """A whole cache: its levels, and what a block of it is made of."""
+
+    tokens_per_block: int
+    """Tokens whose keys and values make a block."""
+    cache_tiers: Sequence[CacheTierConfig]
+    """The levels, hot to cold: gpu, then host, then disk, at most one of each, gpu always."""
+    layers: Sequence[AttentionLayerConfig]
+    """The attention layers."""
+    max_util_for_resume: float = 0.97
+    """Share of the hot level, above 0 and at most 1, up to which a paused request may resume."""
+    initial_pool_ratio: Sequence[float] | None = None
+    """A positive number for each pool group, by which the quotas are split; None: page bytes."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cache_tiers", tuple(self.cache_tiers))
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if self.initial_pool_ratio is not None:
+            object.__setattr__(self, "initial_pool_ratio", tuple(self.initial_pool_ratio))
+
+    def plan(self) -> CachePlan:
+        """Work out what these quotas amount to, without building anything.
+
+        Raises
+        ------
+        ValueError
+            If the configuration is not valid.
+        """
+        return make_plan(self)
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the cache, every tier and every layer."""
+        found = [*self._own_problems(), *self._layer_problems(), *self._tier_problems()]
+        yield from found or self._share_problems()
+
+    def _own_problems(self) -> Iterator[str]:
+        if self.tokens_per_block <= 0:
+            yield f"tokens_per_block: {self.tokens_per_block} is below the minimum of 1 token"
+        if not 0 < self.max_util_for_resume <= 1:
+            yield f"max_util_for_resume: {self.max_util_for_resume} is not above 0 and at most 1"
+        if self.initial_pool_ratio is not None:
+            n_groups = len(group_layouts(self.layers))
+            if len(self.initial_pool_ratio) != n_groups:
+                yield (
+                    f"initial_pool_ratio: {len(self.initial_pool_ratio)} numbers, "
+                    f"but the layers form {n_groups} pool groups"
+                )
+            if not all(isfinite(part) and part > 0 for part in self.initial_pool_ratio):
+                yield (
+                    "initial_pool_ratio: every number must be finite and above 0, "
+                    f"not {self.initial_pool_ratio}"
+                )
+
+    def _layer_problems(self) -> Iterator[str]:
+        if not self.layers:
+            yield "layers: none given, the minimum is 1 layer"
+        for layer_id in _repeated(layer.layer_id for layer in self.layers):
+            yield f"layers: layer_id {layer_id!r} is given more than once"
+        for layer in self.layers:
+            yield from layer.problems()
+
+    def _tier_problems(self) -> Iterator[str]:
+        tiers = [tier.tier for tier in self.cache_tiers]
+        ranks = [_ORDER.index(tier) for tier in tiers]
+        if not tiers:
+            yield "cache_tiers: none given, the minimum is 1 tier, the gpu tier"
+        elif tiers[0] is not CacheTier.GPU or any(hot >= cold for hot, cold in pairwise(ranks)):
+            yield (
+                f"cache_tiers: {', '.join(tiers)} is not a valid order; "
+                "gpu comes first, then host, then disk, at most one of each"
+            )
+        n_groups = len(group_layouts(self.layers))
+        for tier in self.cache_tiers:
+            yield from tier.problems()
+            grain = grain_of(tier.quota)
+            least = minimum_quota(n_groups, grain)
+            for field, given in (("quota", tier.quota), ("max_quota", tier.max_quota)):
+                if given is not None and 0 < given < least:
+                    yield (
+                        f"{tier.tier}.{field}: {exact_size(given)} is below the minimum of "
+                        f"{exact_size(least)}, {n_groups} pool groups of one "
+                        f"{exact_size(grain)} grain each"
+                    )
+
+    def _share_problems(self) -> Iterator[str]:
+        groups = group_layouts(self.layers)
+        weights = group_weights(self, groups)
+        for level, tier in enumerate(self.cache_tiers):
+            try:
+                plan_level(tier, groups, weights, hot=level == 0)
+            except ValueError as error:
+                yield str(error)
+
+
+def _repeated(values: Iterable[Hashable]) -> list[Hashable]:
+    return [value for value, count in Counter(values).items() if count > 1]

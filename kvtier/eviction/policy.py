@@ -1,0 +1,150 @@
+"""What an eviction policy is: an order of worth over keys, and how a request changes it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Generic, TypeVar
+
+__all__ = ["EvictionPolicy"]
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class EvictionPolicy(ABC, Generic[Key]):
+    """Orders the keys of a cache by how little would be lost with each.
+
+    A policy knows keys and nothing else: the cache decides when to insert, and whether a victim
+    may go at all. It is used in two ways. A cache with real blocks calls `insert`, `touch` and
+    `evict`, and makes room itself before it inserts. A replay of metadata calls `reference` with
+    the keys of one whole request, so that a policy may learn from a key's depth in its prefix and
+    from what was asked together.
+
+    Parameters
+    ----------
+    capacity : int, optional
+        Keys that the cache holds; None: unbounded.
+
+    Raises
+    ------
+    ValueError
+        If the capacity is below 1.
+
+    Notes
+    -----
+    Not thread-safe: callers hold the lock of the level.
+    """
+
+    __slots__ = ("_capacity",)
+
+    _capacity: int | None
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+
+    @property
+    def capacity(self) -> int | None:
+        """Keys that the cache holds; None: unbounded.
+
+        Set it when a level's size changes. Keys beyond a smaller one stay until the cache evicts
+        them, or until the next `reference` that needs room.
+        """
+        return self._capacity
+
+    @capacity.setter
+    def capacity(self, capacity: int | None) -> None:
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity: {capacity} is below the minimum of 1 key")
+        self._capacity = capacity
+
+    @abstractmethod
+    def insert(self, key: Key) -> None:
+        """Add a key as the most recently used; ValueError if it is present."""
+
+    @abstractmethod
+    def touch(self, key: Key) -> None:
+        """Note a use of a key; KeyError if it is absent."""
+
+    def touch_many(self, keys: Iterable[Key]) -> None:
+        """Note one use of each key in turn; KeyError at the first one that is absent."""
+        for key in keys:
+            self.touch(key)
+
+    @abstractmethod
+    def remove(self, key: Key) -> None:
+        """Forget a key for a reason other than its worth; KeyError if it is absent."""
+
+    @abstractmethod
+    def victims(self) -> Iterator[Key]:
+        """Iterate over all keys, least valuable first; the order is not to change meanwhile."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Give the number of keys present."""
+
+    @abstractmethod
+    def __contains__(self, key: object) -> bool:
+        """Say whether a key is present."""
+
+    def evict(self, n: int, evictable: Callable[[Key], bool] | None = None) -> list[Key] | None:
+        """Remove the ``n`` least valuable keys, or none.
+
+        A policy that remembers what it evicted, unlike what was removed, overrides this.
+
+        Parameters
+        ----------
+        n : int
+            Keys to remove.
+        evictable : callable, optional
+            Says whether a key may go; by default all may. It must not change the policy.
+
+        Returns
+        -------
+        list or None
+            The keys, least valuable first; None, and nothing changed, if too few may go.
+
+        Notes
+        -----
+        Asks about keys only until ``n`` were found.
+        """
+        if n < 0:
+            raise ValueError(f"n: {n} keys; cannot evict less than 0")
+        candidates = self.victims()
+        if evictable is not None:
+            candidates = filter(evictable, candidates)
+        chosen = list(islice(candidates, n))
+        if len(chosen) < n:
+            return None
+        for key in chosen:
+            self.remove(key)
+        return chosen
+
+    def reference(self, keys: Sequence[Key]) -> int:
+        """Run one request against a cache of ``capacity`` keys.
+
+        Each key in turn is touched if it is present; otherwise it is inserted, after as many
+        evictions as that takes.
+
+        Parameters
+        ----------
+        keys : sequence
+            The keys of one request, in the order of its prefix.
+
+        Returns
+        -------
+        int
+            Hits: keys present before the first absent one. A key that is present behind a miss
+            is touched, but no hit, because its prefix has to be computed anew.
+        """
+        hits, prefix_held = 0, True
+        for key in keys:
+            if key in self:
+                self.touch(key)
+                hits += prefix_held
+            else:
+                prefix_held = False
+                if self._capacity is not None and len(self) >= self._capacity:
+                    self.evict(len(self) - self._capacity + 1)
+                self.insert(key)
+        return hits
