@@ -8,7 +8,16 @@ had here.
 
 from hostmem._version import __version__
 from hostmem.capabilities import Capabilities, Capability, capabilities
-from hostmem.device import CpuDevice, CudaDevice, Device, resolve_device
+from hostmem.device import (
+    CpuDevice,
+    CudaDevice,
+    CudaMemory,
+    Device,
+    Event,
+    HostEvent,
+    Stream,
+    resolve_device,
+)
 from hostmem.errors import (
     ClosedError,
     CorruptedError,
@@ -39,9 +48,12 @@ __all__ = [
     "CuError",
     "CuOOMError",
     "CudaDevice",
+    "CudaMemory",
     "Device",
     "DiskOOMError",
+    "Event",
     "FillProgress",
+    "HostEvent",
     "HostMem",
     "HostOOMError",
     "HostmemError",
@@ -55,6 +67,7 @@ __all__ = [
     "RegistrationError",
     "ResourceBusyError",
     "StaticHostMem",
+    "Stream",
     "__version__",
     "capabilities",
     "machine",

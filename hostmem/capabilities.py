@@ -11,7 +11,7 @@ import numpy as np
 
 from hostmem._sys import linux
 from hostmem._sys.driver import load_driver
-from hostmem.errors import CuError
+from hostmem.errors import HostmemError
 
 __all__ = ["Capabilities", "Capability", "capabilities"]
 
@@ -116,5 +116,5 @@ def _cuda() -> str:
 def _try(probe: Callable[[], str]) -> Capability:
     try:
         return Capability(True, probe())
-    except (OSError, CuError) as error:
+    except (OSError, HostmemError) as error:
         return Capability(False, str(error))

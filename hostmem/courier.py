@@ -61,8 +61,8 @@ class Courier:
             job = jobs.get()
             try:
                 job()
-            except Exception:
-                log.exception("a callback raised; the fill goes on")
+            except BaseException:  # also SystemExit: this thread serves everybody
+                log.exception("a job of %s raised; the others go on", self._name)
             del job  # or the last callback would live until the next one
 
 

@@ -48,6 +48,10 @@ def _budget() -> threading.BoundedSemaphore:
     return threading.BoundedSemaphore(fill_thread_budget())
 
 
+# The parent's threads that hold a part of the budget are not in the child to give it back.
+os.register_at_fork(after_in_child=_budget.cache_clear)
+
+
 class Filler:
     """Fills one reservation up to a target, in the background.
 
@@ -105,7 +109,6 @@ class Filler:
         self._populate_error: BaseException | None = None
         self._worker: threading.Thread | None = None
         self._running = False
-        self._stopping = False
         self._paused = False
         self._pauses = 0
         self._next_piece_at = 0.0
@@ -116,23 +119,37 @@ class Filler:
     # ---------------------------------------------------------------------- what the owner calls
 
     def fill_to(self, target: int) -> None:
-        """Fill up to ``target`` bytes in the background; returns at once."""
+        """Make ``target`` bytes the size and fill up to it in the background; returns at once.
+
+        A failure before this is forgotten, also one that a worker is about to report.
+        """
         with self._lock:
+            self._watermark.resize(target, self._registrations.end)
             self._target = target
-            self._populate_error = None
-            self._stopping = False
             if self._began is None:
                 self._began = time.monotonic()
             if self._registrations.end >= target:
                 self._filled = time.monotonic() - self._began
-            elif not self._running:
-                self._running = True
-                previous = self._worker
-                self._worker = threading.Thread(
-                    target=self._run, args=(previous,), name="hostmem-fill", daemon=True
-                )
-                self._worker.start()
+            elif not self._running or self._populate_error is not None:
+                self._populate_error = None
+                self._start_worker()
             self._wake_all()
+
+    def _start_worker(self) -> None:
+        """Start a worker that takes over from the one before, once that has ended."""
+        worker = threading.Thread(
+            target=self._run, args=(self._worker,), name="hostmem-fill", daemon=True
+        )
+        self._worker, self._running = worker, True
+        try:
+            worker.start()
+        except RuntimeError as error:  # no more threads
+            self._running = False
+            log.error("the fill cannot start: %s", error)
+            self._watermark.fail(error)
+        except BaseException:  # Ctrl-C
+            self._running = False
+            raise
 
     def stop(self) -> None:
         """End the fill within one piece and one registration, and take back what is not usable.
@@ -141,11 +158,10 @@ class Filler:
         inaccessible and holds no memory, and nothing runs until the next `fill_to`.
         """
         with self._lock:
-            self._stopping = True
+            self._running = False
             self._wake_all()
             worker = self._worker
-        if worker is not None:
-            worker.join()
+        _join(worker)
 
     def shrink_to(self, size: int) -> int:
         """Give back what lies past ``size``, by whole registrations; returns the end that stays.
@@ -156,10 +172,17 @@ class Filler:
         self._registrations.unregister_down_to(size)
         kept = self._registrations.end
         page = self._reservation.page_size
-        self._reservation.give_back(kept, align_up(before, page))
         with self._lock:
             self._granted = self._taken = self._populated = align_up(kept, page)
+        self._reservation.give_back(kept, align_up(before, page))
         return kept
+
+    def abandon(self) -> None:
+        """Forget the threads in a forked child, which has none, and locks that they may hold."""
+        self._lock = threading.Lock()
+        self._registrable = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
+        self._worker, self._running = None, False
 
     def pause(self) -> None:
         """Let the fill rest; what is populated is still registered."""
@@ -209,9 +232,10 @@ class Filler:
 
     def _run(self, previous: threading.Thread | None) -> None:
         """Register in order what the populating threads have populated, until there is no more."""
-        if previous is not None:
-            previous.join()
+        _join(previous)
         me = threading.current_thread()
+        with self._lock:
+            self._populate_error = None  # what the last threads of the fill before met
         populators = [
             threading.Thread(
                 target=self._populate, args=(me,), name=f"hostmem-populate-{i}", daemon=True
@@ -222,29 +246,36 @@ class Filler:
         try:
             for thread in populators:
                 thread.start()
-            while (end := self._next_registration()) is not None:
+            while (end := self._next_registration(me)) is not None:
                 self._registrations.register(end, self._policy)
                 self._note_progress()
         except BaseException as error:  # whatever it is, it belongs to those who wait
             failure = error
         with self._lock:
-            if self._worker is me:
+            if self._is_over(me):
+                failure = None  # stopped, or retried before anybody was told
+            else:
                 self._running = False
+                failure = failure or self._populate_error
             self._wake_all()
         for thread in populators:
-            if thread.ident is not None:
-                thread.join()
+            _join(thread)
         self._take_back()
-        failure = failure or self._populate_error
-        if failure is not None and not self._stopping:
-            self._report(failure)
+        if failure is not None:
+            self._report(me, failure)
 
-    def _next_registration(self) -> int | None:
+    def _is_over(self, worker: threading.Thread) -> bool:
+        """Tell whether that worker and its populating threads are to end; under the lock."""
+        return not self._running or self._worker is not worker
+
+    def _next_registration(self, me: threading.Thread) -> int | None:
         """Wait until the next registration is populated; its end, or None to finish."""
         with self._lock:
             while True:
+                if self._is_over(me):
+                    return None
                 start = self._registrations.end
-                if self._stopping or start >= self._target:
+                if start >= self._target:
                     self._running = False
                     return None
                 end = self._registration_end(start)
@@ -285,15 +316,21 @@ class Filler:
             self._taken = self._populated = self._granted
             self._done_pieces.clear()
         if granted > self._granted:
-            self._reservation.give_back(end, granted)
+            try:
+                self._reservation.give_back(end, granted)
+            except (OSError, HostOOMError) as error:
+                log.error("what was populated past %d bytes is not given back: %s", end, error)
 
-    def _report(self, failure: BaseException) -> None:
+    def _report(self, me: threading.Thread, failure: BaseException) -> None:
+        """Tell those who wait, unless a retry has begun meanwhile: what it meets is what counts."""
         level = logging.INFO if self._policy is OnRegisterFailure.STOP else logging.ERROR
         if not isinstance(failure, HostOOMError | RegistrationError | OSError):
             log.error("the fill worker failed", exc_info=failure)
         else:
             log.log(level, "the fill stopped at %d bytes: %s", self._registrations.end, failure)
-        self._watermark.fail(failure)
+        with self._lock:
+            if self._worker is me:
+                self._watermark.fail(failure)
 
     # ------------------------------------------------------------------------ populating threads
 
@@ -316,8 +353,7 @@ class Filler:
         """Wait for the next piece and take it; None when there is nothing more to do."""
         with self._lock:
             while True:
-                over = self._stopping or not self._running or self._worker is not worker
-                if over or self._populate_error is not None:
+                if self._is_over(worker) or self._populate_error is not None:
                     return None
                 wait: float | None = None
                 limit = min(self._target, self._registrations.end + _AHEAD)
@@ -368,6 +404,11 @@ class Filler:
     def _wake_all(self) -> None:
         self._registrable.notify_all()
         self._room.notify_all()
+
+
+def _join(thread: threading.Thread | None) -> None:
+    if thread is not None and thread.ident is not None:  # one that could not start has none
+        thread.join()
 
 
 def valid_rate(rate: float | None) -> float | None:

@@ -50,9 +50,9 @@ def watch(owner: object, held: Held) -> weakref.finalize[[Held, str, int], objec
 def _dropped(held: Held, name: str, pid: int) -> None:
     if pid != os.getpid():
         return
-    warnings.warn(f"{name} was dropped without close()", ResourceWarning, stacklevel=2)
     # The garbage collector runs this on any thread, within any lock: closing is for another.
-    closings.post(held.close)
+    closings.post(held.close)  # first: the warning may be turned into an error
+    warnings.warn(f"{name} was dropped without close()", ResourceWarning, stacklevel=2)
 
 
 @atexit.register

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
+from typing import Any
 
 from hostmem._sys import linux
 from hostmem._sys.linux import Policy
@@ -86,11 +88,15 @@ def place(
 def _nodes(node: NodeLike, device: Device) -> tuple[int, ...]:
     if node is None:
         return ()
-    if node == "auto":
+    if isinstance(node, str) and node == "auto":
         return () if device.numa_node is None else (device.numa_node,)
-    numbers = (node,) if isinstance(node, int) else () if isinstance(node, str) else tuple(node)
-    valid = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
-    if not numbers or not valid or len(set(numbers)) < len(numbers):
+    given: list[Any] = list(node) if isinstance(node, Iterable) else [node]
+    try:
+        numbers = tuple(index(n) for n in given)
+    except TypeError:
+        numbers = ()
+    truth = any(isinstance(n, bool) for n in given)
+    if not numbers or truth or min(numbers) < 0 or len(set(numbers)) < len(numbers):
         raise ValueError(
             f"numa_node: {node!r}; give a node's number, several different ones to spread over, "
             "'auto' or None"
@@ -129,7 +135,7 @@ def apply_placement(request: PlacementRequest, address: int, nbytes: int) -> str
         accepted = linux.get_policy(address)
     except OSError as error:
         return f"accepted, not verifiable ({error.strerror or error})"
-    if request.strict and accepted != (request.policy, request.nodes):
+    if request.strict and accepted != (request.policy, tuple(sorted(request.nodes))):
         raise PlacementRefusedError(
             f"strict placement on {request}: the kernel accepted it and reports "
             f"{describe_policy(*accepted)}; this kernel (gVisor?) does not place memory",

@@ -100,7 +100,7 @@ def _extent(obj: Any, nbytes: int | None) -> tuple[int, int]:
     if hasattr(obj, "data_ptr") and hasattr(obj, "nbytes"):  # a tensor, without importing torch
         return int(obj.data_ptr()), int(obj.nbytes)
     try:
-        array = np.asarray(obj) if hasattr(obj, "__array_interface__") else np.frombuffer(obj, "u1")
+        array = np.asarray(obj if hasattr(obj, "__array_interface__") else memoryview(obj))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"expected a buffer, an array, a tensor or an address, not {type(obj).__name__}"
@@ -132,7 +132,8 @@ def find_placement(address: int, nbytes: int, asked: str, accepted: str) -> Plac
 
 def _pages(address: int, nbytes: int) -> tuple[int, int]:
     page = machine().page_size
-    return align_down(address, page), align_up(address + nbytes, page)
+    start = align_down(address, page)
+    return start, align_up(address + nbytes, page) if nbytes else start
 
 
 def _by_node(address: int, nbytes: int) -> tuple[dict[int, int], str]:

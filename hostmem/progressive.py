@@ -40,7 +40,15 @@ _COMMIT_UNIT = 32 << 20
 class _Core:
     """The inside of a `HostMem`: all it holds, and nothing that refers back to it."""
 
-    __slots__ = ("__weakref__", "filler", "lock", "registrations", "reservation", "watermark")
+    __slots__ = (
+        "__weakref__",
+        "filler",
+        "lock",
+        "registrations",
+        "released",
+        "reservation",
+        "watermark",
+    )
 
     def __init__(
         self,
@@ -54,12 +62,14 @@ class _Core:
         self.watermark = watermark
         self.filler = filler
         self.lock = threading.RLock()  # one resize or close at a time
+        self.released = False
 
     def close(self) -> None:
         with self.lock:
-            if self.watermark.closed:
+            if self.released:
                 return
-            self.shut_down()
+            self.shut_down()  # Ctrl-C may end it early; closing again goes on from there
+            self.released = True
             if self.registrations.end:
                 log.error(
                     "%d bytes at %#x are leaked on purpose: a device may still reach them",
@@ -70,13 +80,17 @@ class _Core:
                 self.reservation.release()
 
     def shut_down(self) -> None:
-        self.watermark.close()
-        self.filler.stop()
-        self.registrations.unregister_down_to(0)
+        with self.lock:
+            self.watermark.close()
+            self.filler.stop()
+            self.registrations.unregister_down_to(0)
 
     def abandon(self) -> None:
         self.watermark.abandon()
+        self.filler.abandon()
+        self.registrations.abandon()
         self.lock = threading.RLock()
+        self.released = True
 
 
 class HostMem:
@@ -382,8 +396,12 @@ class HostMem:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle, error)
 
-        self.add_usable_callback(end, arrived)
-        await done
+        callbacks.start()
+        callback = self._mark.add_callback(end, arrived)
+        try:
+            await done
+        finally:
+            self._mark.forget(callback)  # cancelled: waiting again and again keeps nothing
 
     # ------------------------------------------------------------------------- resizing, pausing
 
@@ -416,13 +434,17 @@ class HostMem:
         core = self._core
         with core.lock:
             self._check_open()
-            end = core.registrations.end
-            if target < self._mark.size:
-                self._refuse_under_views(target)
+            if target >= self._mark.size:
+                core.filler.fill_to(target)
+                return
+            self._refuse_under_views(target)
+            self._mark.resize(target, 0)  # first: nothing is usable that is about to go
+            try:
                 core.filler.stop()
-                end = core.filler.shrink_to(target)
-            self._mark.resize(target, end)
-            core.filler.fill_to(target)
+                core.filler.shrink_to(target)
+            finally:
+                if not self.closed:  # a signal handler may have closed it meanwhile
+                    core.filler.fill_to(target)
 
     def pause_fill(self) -> None:
         """Let the fill rest after the pieces it is at; waits above the watermark then last."""
@@ -484,18 +506,25 @@ class HostMem:
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
             self._check_open()
             raise ValueError(f"view: bytes [{offset}, {offset + nbytes}) are outside 0..{size}")
-        self.wait_usable(offset + nbytes, timeout)
-        if one_registration and nbytes and not self.same_registration(offset, offset + nbytes - 1):
-            raise ValueError(
-                f"view: a registration ends at {self.boundary_after(offset)}, inside bytes "
-                f"[{offset}, {offset + nbytes}); the driver copies no range across it"
-            )
-        with self._core.lock:
-            # Usable still, and counted before a resize or close can look.
-            self.wait_usable(offset + nbytes, 0)
-            data = self._views.make(self, self.address, offset, nbytes)
+        while True:
+            self.wait_usable(offset + nbytes, timeout)
+            with self._core.lock:
+                if self.is_usable(offset + nbytes):
+                    # Still so, and counted before a resize or close can look.
+                    if one_registration and nbytes:
+                        self._refuse_boundary(offset, nbytes)
+                    data = self._views.make(self, self.address, offset, nbytes)
+                    break
         array: NDArray[Any] = data.view(dtype)
         return array if shape is None else array.reshape(shape)
+
+    def _refuse_boundary(self, offset: int, nbytes: int) -> None:
+        boundary = self.boundary_after(offset)
+        if boundary < offset + nbytes:
+            raise ValueError(
+                f"view: a registration ends at {boundary}, inside bytes "
+                f"[{offset}, {offset + nbytes}); the driver copies no range across it"
+            )
 
     def boundary_after(self, offset: int) -> int:
         """Return where the registration that holds ``offset`` ends: the first byte after it.
@@ -505,12 +534,21 @@ class HostMem:
         ValueError
             ``offset`` is not below the watermark.
         """
-        if not 0 <= offset < self._mark.usable_end:
-            self._check_open()
-            raise ValueError(f"offset: {offset} is not below the watermark, {self.committed}")
-        tables = (self._core.registrations.registered, self._core.registrations.quarantined)
-        start, nbytes = next(found for table in tables if (found := table.at(offset)))
-        return start + nbytes
+        if 0 <= offset < self._mark.usable_end:
+            tables = (self._core.registrations.registered, self._core.registrations.quarantined)
+            for table in tables:
+                if (found := table.at(offset)) is not None:  # else a shrink took it just now
+                    return sum(found)
+        self._check_open()
+        raise ValueError(f"offset: {offset} is not below the watermark, {self.committed}")
+
+    def registration_index(self, offsets: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Number the registrations that hold the offsets, -1 for none; vectorised.
+
+        Two usable offsets with the same number may be spanned by one copy. Numbers of different
+        calls do not compare.
+        """
+        return self._core.registrations.registered.index_of(offsets)
 
     def same_registration(self, a: int, b: int) -> bool:
         """Tell whether two usable offsets lie in one registration, so that a copy may span them."""
@@ -569,11 +607,10 @@ class HostMem:
             A live view holds this memory; nothing changed.
         """
         with self._core.lock:
-            if self.closed:
-                return
-            self._refuse_under_views(0)
-            self._finalizer.detach()
+            if not self.closed:
+                self._refuse_under_views(0)
             self._core.close()
+            self._finalizer.detach()
 
     def _refuse_under_views(self, keep: int) -> None:
         taken = self._views.past(keep)

@@ -99,6 +99,10 @@ class Registrations:
             table.remove(start)
             self.end = start
 
+    def abandon(self) -> None:
+        """Forget all, in a forked child: the ranges and whoever holds a lock are the parent's."""
+        self.registered, self.quarantined, self.end = RangeTable(), RangeTable(), 0
+
     def _refused(self, start: int, stop: int, cause: HostmemError) -> RegistrationError:
         return RegistrationError(
             f"the driver refused to register {format_size(stop - start)} at offset {start}: {cause}; "

@@ -32,7 +32,7 @@ class _Core:
     def __init__(self, reservation: Reservation, device: Device) -> None:
         self.reservation = reservation
         self.device = device
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.closed = False
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class _Core:
         return True
 
     def abandon(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.closed = True
 
 
@@ -152,13 +152,14 @@ class StaticHostMem:
 
     def close(self) -> None:
         """Unregister and give the memory back. Idempotent; BufferError under a live view."""
-        if self.closed:
-            return
-        taken = self._views.past(0)
-        if taken:
-            raise BufferError(f"{len(taken)} live views hold this memory; drop them first")
-        self._finalizer.detach()
-        self._core.close()
+        with self._core.lock:  # so that no view is made meanwhile
+            if self.closed:
+                return
+            taken = self._views.past(0)
+            if taken:
+                raise BufferError(f"{len(taken)} live views hold this memory; drop them first")
+            self._core.close()
+            self._finalizer.detach()
 
     def __enter__(self) -> Self:
         return self

@@ -95,15 +95,16 @@ class Watermark:
                 self._settle_reached()
 
     def resize(self, size: int, usable_end: int) -> None:
-        """Set size and prefix at once, and forget the failure.
+        """Set the size, move the prefix to ``usable_end`` if that is further, forget the failure.
 
-        Those who wait for an end past the new size get `ValueError`.
+        The prefix moves back only where the size does: whoever read ``usable_end`` may have been
+        overtaken by the fill. Those who wait for an end past the new size get `ValueError`.
         """
         with self._lock:
             self.size = size
             self.failure = None
             if not self.closed:
-                self.usable_end = min(usable_end, size)
+                self.usable_end = min(max(self.usable_end, usable_end), size)
                 self._settle_reached()
                 self._settle_rest(lambda end: end > size)
 
@@ -150,21 +151,33 @@ class Watermark:
         if not settled:
             raise self._timeout(end, timeout)
         if waiter.outcome is not None:
-            raise waiter.outcome from self.failure
+            raise waiter.outcome
 
-    def add_callback(self, end: int, function: Callable[[Outcome], object]) -> None:
-        """Call ``function(error_or_None)`` once when ``end`` is usable or settled not to be."""
+    def add_callback(self, end: int, function: Callable[[Outcome], object]) -> _Callback:
+        """Call ``function(error_or_None)`` once when ``end`` is usable or settled not to be.
+
+        Returns
+        -------
+        object
+            For `forget`.
+        """
         callback = _Callback(end, function)
         with self._lock:
             try:
                 usable = self._verdict(end)
             except HostmemError as error:
                 callback.settle(error)
-                return
+                return callback
             if usable:
                 callback.settle(None)
             else:
                 self._park(callback)
+        return callback
+
+    def forget(self, callback: _Callback) -> None:
+        """Do not call a callback any more, unless it is on its way."""
+        with self._lock:
+            callback.settled = True
 
     # ------------------------------------------------------------------------------ inside
 
@@ -172,7 +185,7 @@ class Watermark:
         """Tell whether ``end`` is usable (True), still coming (False), or raise why not."""
         error = self._refusal(end)
         if error is not None:
-            raise error from self.failure
+            raise error
         return end <= self.usable_end
 
     def _refusal(self, end: int) -> Outcome:
@@ -221,9 +234,11 @@ class Watermark:
 def _told_again(cause: BaseException, end: int, usable_end: int) -> BaseException:
     """Make an error of the cause's type for one waiter, so that no two threads share a traceback."""
     kind = type(cause) if isinstance(cause, HostOOMError | RegistrationError) else HostmemError
-    return kind(
+    error = kind(
         f"the fill stopped at {format_size(usable_end)} and will not reach {format_size(end)}: "
         f"{cause}; resize() to the same size retries",
         end=end,
         committed=usable_end,
     )
+    error.__cause__ = cause  # now: a retry may have cleared the failure when the waiter wakes
+    return error

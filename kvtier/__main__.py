@@ -245,7 +245,7 @@ def _device(text: str) -> str | int:
 
 
 def _reason(error: Exception) -> str:
-    """Say what went wrong, with the file first when there is one and no errno."""
+    """Say what went wrong; of a file, its name instead of the error number."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, islice
 from typing import Protocol
 
 import numpy as np
@@ -194,9 +194,8 @@ class SlotAllocator:
             self._ready -= n
         else:
             ids, fences = self._collect(n)
-        self._used[ids.astype(np.intp)] = (
-            True  # numpy is twice as fast with indices of its own type
-        )
+        # numpy is twice as fast with indices of its own type
+        self._used[ids.astype(np.intp)] = True
         self._in_use = in_use = self._in_use + n
         if in_use > self._peak:
             self._peak = in_use
@@ -404,7 +403,7 @@ class SlotAllocator:
         if self._ready >= wanted or len(events) < 2:
             return
         # The oldest work goes on; later work may have finished on another stream.
-        pending = [True, *(not events[run].query() for run in range(1, len(events)))]
+        pending = [True, *(not event.query() for event in islice(events, 1, None))]
         if all(pending):
             return
         going = np.repeat(pending, counts)

@@ -12,10 +12,11 @@ before, so that no thread's state matters or changes.
 from __future__ import annotations
 
 import contextlib
+import enum
 import threading
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +25,42 @@ from hostmem._sys import _cuda_abi
 from hostmem._sys.seam import intercept
 from hostmem.errors import CuError, CuOOMError
 
-__all__ = ["CudaDriver", "Driver", "DriverAttribute", "load_driver"]
+__all__ = [
+    "CudaDriver",
+    "Driver",
+    "DriverAttribute",
+    "Result",
+    "load_driver",
+    "refuse",
+    "stand_in",
+]
 
 ffi: Any = _cuda_abi.ffi
 
-_SUCCESS, _OUT_OF_MEMORY, _NOT_READY = 0, 2, 600
-DEINITIALIZED = 4
-"""CUresult of calls made after the driver was shut down, at the end of the process."""
+
+class Result(enum.IntEnum):
+    """The driver's answers (``CUresult``) that are told apart here."""
+
+    SUCCESS = 0
+    INVALID_VALUE = 1
+    OUT_OF_MEMORY = 2
+    DEINITIALIZED = 4
+    """The driver was shut down, at the end of the process."""
+    STUB_LIBRARY = 34
+    NO_DEVICE = 100
+    INVALID_DEVICE = 101
+    INVALID_HANDLE = 400
+    NOT_FOUND = 500
+    NOT_READY = 600
+    ILLEGAL_ADDRESS = 700
+    HOST_MEMORY_ALREADY_REGISTERED = 712
+    HOST_MEMORY_NOT_REGISTERED = 713
+    NOT_PERMITTED = 800
+    NOT_SUPPORTED = 801
+
+
+NO_LIBRARY = -1
+"""What `CuError` carries for a code where there is no driver to answer."""
 
 _REGISTER_PORTABLE, _REGISTER_DEVICEMAP = 1, 2
 _ACCESS_ORDER_STREAM = 1
@@ -114,11 +144,24 @@ class Driver(Protocol):
     def memory_unmap(self, ordinal: int, address: int, nbytes: int) -> None: ...
 
 
-def raise_cu_error(code: int, symbol: str, call: str, detail: str = "") -> None:
+def raise_cu_error(code: int, symbol: str, call: str, detail: str = "") -> NoReturn:
     """Raise the exception for a ``CUresult`` that is no success; the one raiser."""
-    kind = CuOOMError if code == _OUT_OF_MEMORY else CuError
+    kind = CuOOMError if code == Result.OUT_OF_MEMORY else CuError
     text = f"{call}: {symbol} ({code})"
     raise kind(f"{text}; {detail}" if detail else text, code=code, symbol=symbol, call=call)
+
+
+def refuse(code: int, call: str, detail: str = "") -> NoReturn:
+    """Raise what the driver would have answered, for those that play it."""
+    names = {int(result): f"CUDA_ERROR_{result.name}" for result in Result}
+    raise_cu_error(int(code), names.get(code, "UNKNOWN"), call, detail)
+
+
+def stand_in(call: str, *args: int, detail: str = "") -> None:
+    """Begin a call that something plays for the driver: a test's plan may refuse it here too."""
+    code = intercept(call, *args)
+    if code:
+        refuse(code, call, detail)
 
 
 @lru_cache(maxsize=1)
@@ -149,7 +192,7 @@ class CudaDriver:
         except OSError as error:
             raise CuError(
                 f"no CUDA driver: {error}; use device='cpu' on machines without a GPU",
-                code=-1,
+                code=NO_LIBRARY,
                 symbol="LIBRARY_NOT_FOUND",
                 call="dlopen",
             ) from error
@@ -162,11 +205,11 @@ class CudaDriver:
         found = {key: self._resolve(entry) for key, entry in _ENTRIES.items()}
         missing = [_ENTRIES[k].name for k, f in found.items() if f is None and k not in _OPTIONAL]
         if missing:
-            raise CuError(
-                f"the driver lacks {', '.join(missing)}",
-                code=-1,
-                symbol="NOT_FOUND",
-                call=missing[0],
+            raise_cu_error(
+                Result.NOT_FOUND,
+                "CUDA_ERROR_NOT_FOUND",
+                "cuGetProcAddress",
+                f"the driver lacks {', '.join(missing)}; a newer one has them",
             )
         self._entry: dict[str, Any] = found
         newest = [v for v in (13000, 12080) if v <= batch_version and found[f"batch_{v}"]]
@@ -181,12 +224,12 @@ class CudaDriver:
         code = self._library.cuGetProcAddress_v2(
             entry.name.encode(), pointer, entry.version, 0, status
         )
-        if code != _SUCCESS or not pointer[0]:
+        if code != Result.SUCCESS or not pointer[0]:
             return None
         return ffi.cast(entry.prototype, pointer[0])
 
     def _check(self, code: int, call: str, detail: str = "") -> None:
-        if code == _SUCCESS:
+        if code == Result.SUCCESS:
             return
         _, name = self._cu.cuGetErrorName(self._cu.CUresult(code))
         raise_cu_error(code, name.decode() if name else "UNKNOWN", call, detail)
@@ -226,7 +269,7 @@ class CudaDriver:
         return int(self._ask("cuDriverGetVersion"))
 
     def device_count(self) -> int:
-        """Number of visible devices."""
+        """Count the visible devices."""
         return int(self._ask("cuDeviceGetCount"))
 
     def device_name(self, ordinal: int) -> str:
@@ -322,7 +365,7 @@ class CudaDriver:
             code = int(copy(destination, source, size, stream))
             if code:
                 return code
-        return _SUCCESS
+        return Result.SUCCESS
 
     # ---------------------------------------------------------------- streams, events
 
@@ -365,11 +408,14 @@ class CudaDriver:
 
     def event_query(self, ordinal: int, event: int) -> bool:
         """Tell whether an event's work has finished; returns at once."""
-        with self._current(ordinal):
-            (code,) = self._cu.cuEventQuery(event)
-        if int(code) == _NOT_READY:
+        code = intercept("cuEventQuery")
+        if not code:
+            with self._current(ordinal):
+                (answer,) = self._cu.cuEventQuery(event)
+            code = int(answer)
+        if code == Result.NOT_READY:
             return False
-        self._check(int(code), "cuEventQuery")
+        self._check(code, "cuEventQuery")
         return True
 
     def event_synchronize(self, ordinal: int, event: int) -> None:

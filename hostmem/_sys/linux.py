@@ -173,8 +173,8 @@ def _protect(address: int, nbytes: int, protection: int) -> None:
         number = ffi.errno
     if number == errno.ENOMEM:
         raise HostOOMError(
-            f"mprotect of {nbytes} bytes at {address:#x}: the commit limit (vm.overcommit_memory=2) "
-            "or the number of mappings (vm.max_map_count) is used up",
+            f"mprotect of {nbytes} bytes at {address:#x}: the commit limit "
+            "(vm.overcommit_memory=2) or the number of mappings (vm.max_map_count) is used up",
             call="mprotect",
             address=address,
             nbytes=nbytes,

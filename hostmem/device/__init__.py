@@ -6,7 +6,7 @@ from functools import lru_cache
 from operator import index
 from typing import SupportsIndex
 
-from hostmem._sys.driver import load_driver
+from hostmem._sys.driver import NO_LIBRARY, Result, load_driver
 from hostmem.device.base import Device, Stream
 from hostmem.device.cpu import CpuDevice
 from hostmem.device.cuda import CudaDevice
@@ -26,7 +26,7 @@ __all__ = [
     "resolve_device",
 ]
 
-_ABSENT = {-1, 34, 100}  # no library, a stub library, no device
+_ABSENT = {NO_LIBRARY, Result.STUB_LIBRARY, Result.NO_DEVICE}
 DeviceLike = Device | SupportsIndex | str
 
 
@@ -52,7 +52,9 @@ def resolve_device(device: DeviceLike) -> Device:
     Raises
     ------
     ValueError
-        ``"auto"`` with several GPUs, or a name that is none of these.
+        ``"auto"`` with several GPUs, no such GPU, or a name that is none of these.
+    TypeError
+        Neither a number nor a name.
     CuError
         A GPU was asked for and the driver does not start.
     """
@@ -67,9 +69,13 @@ def resolve_device(device: DeviceLike) -> Device:
         if count > 1:
             raise ValueError(f"device: 'auto' with {count} visible GPUs; give an ordinal")
         return _cuda(0) if count else _cpu()
-    if isinstance(device, bool):
-        raise TypeError("device: give an ordinal, 'cpu' or 'auto', not a truth value")
-    return _cuda(index(device))
+    try:
+        if isinstance(device, bool):
+            raise TypeError
+        ordinal = index(device)
+    except TypeError:
+        raise TypeError(f"device: {device!r}; give an ordinal, 'cpu' or 'auto'") from None
+    return _cuda(ordinal)
 
 
 def _visible_devices() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -11,16 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hostmem._sys import linux
-from hostmem._sys.driver import raise_cu_error
-from hostmem._sys.seam import intercept
+from hostmem._sys.driver import stand_in
 from hostmem.device.base import Device, Stream
 from hostmem.device.events import Event, HostEvent
+from hostmem.device.pinned import PinnedRanges
 from hostmem.machine import machine
-from hostmem.ranges import RangeTable
 
-__all__ = ["CpuDevice"]
-
-_INVALID_VALUE, _ALREADY_REGISTERED, _NOT_REGISTERED = 1, 712, 713
+__all__ = ["CpuDevice", "CpuStream"]
 
 
 class CpuDevice(Device):
@@ -35,7 +33,7 @@ class CpuDevice(Device):
     name = "cpu"
 
     def __init__(self) -> None:
-        self.registered = RangeTable()
+        self.registered = PinnedRanges()
 
     @property
     def numa_node(self) -> int | None:
@@ -46,54 +44,36 @@ class CpuDevice(Device):
         return machine().memory_total
 
     def register(self, address: int, nbytes: int) -> None:
-        code = intercept("cuMemHostRegister", address, nbytes)
-        text = f"{nbytes} bytes at {address:#x} on the cpu device"
-        if code:
-            raise_cu_error(code, f"CUresult {code}", "cuMemHostRegister", text)
-        try:
-            self.registered.add(address, nbytes)
-        except ValueError as error:
-            raise_cu_error(
-                _ALREADY_REGISTERED,
-                "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
-                "cuMemHostRegister",
-                f"{text}: {error}",
-            )
+        detail = f"{nbytes} bytes at {address:#x} on the cpu device"
+        stand_in("cuMemHostRegister", address, nbytes, detail=detail)
+        self.registered.pin(address, nbytes, detail)
 
     def unregister(self, address: int) -> None:
-        code = intercept("cuMemHostUnregister", address)
-        text = f"{address:#x} on the cpu device"
-        if code:
-            raise_cu_error(code, f"CUresult {code}", "cuMemHostUnregister", text)
-        try:
-            self.registered.remove(address)
-        except KeyError:
-            raise_cu_error(
-                _NOT_REGISTERED,
-                "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
-                "cuMemHostUnregister",
-                text,
-            )
+        detail = f"{address:#x} on the cpu device"
+        stand_in("cuMemHostUnregister", address, detail=detail)
+        self.registered.unpin(address, detail)
 
     def stream(self) -> CpuStream:
-        return CpuStream(self)
+        return CpuStream(self.registered)
 
 
 class CpuStream(Stream):
     """A thread that works a queue off in order. It starts with the first work.
 
     An event recorded after failed work carries the error of the first that failed since the event
-    before.
+    before. A stream that is dropped ends after its work.
+
+    Parameters
+    ----------
+    registered : PinnedRanges
+        Registrations whose ends no copy may cross.
     """
 
-    def __init__(self, device: CpuDevice) -> None:
-        self._device = device
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._closed = False
-        self._error: BaseException | None = None  # the worker's alone
-        self._copy = linux.copy
+    def __init__(self, registered: PinnedRanges) -> None:
+        self._registered = registered
+        self._worker = _Worker()
+        self._dropped = weakref.finalize(self, self._worker.end)
+        self._dropped.atexit = False
 
     def copy(
         self,
@@ -103,20 +83,64 @@ class CpuStream(Stream):
     ) -> None:
         if not len(sizes):
             return
-        for name, addresses in (("destination", destinations), ("source", sources)):
-            at = self._device.registered.first_spanning(addresses, sizes)
-            if at is not None:
-                raise_cu_error(
-                    _INVALID_VALUE,
-                    "CUDA_ERROR_INVALID_VALUE",
-                    "cuMemcpyBatchAsync",
-                    f"copy {at} of {len(sizes)}: the {name}, {int(sizes[at])} bytes at "
-                    f"{int(addresses[at]):#x}, crosses the end of a registration",
-                )
-        arrays = destinations.copy(), sources.copy(), sizes.copy()
-        self.call(lambda: self._copy_now(*arrays))
+        stand_in("cuMemcpyBatchAsync", len(sizes))
+        self._registered.check_copies(destinations, sources, sizes)
+        worker, arrays = self._worker, (destinations.copy(), sources.copy(), sizes.copy())
+        worker.submit(lambda: worker.copy(*arrays))
 
-    def _copy_now(
+    def call(self, function: Callable[[], None]) -> None:
+        """Submit a function of the host; it runs on the stream's thread, in order."""
+        self._worker.submit(function)
+
+    def wait(self, event: Event) -> None:
+        if not event.query():
+            self.call(event.wait_finished)
+
+    def record(self) -> Event:
+        worker, event = self._worker, HostEvent()
+        worker.submit(lambda: worker.settle(event))
+        return event
+
+    def close(self) -> None:
+        self._dropped.detach()
+        self._worker.end()
+        self._worker.join()
+
+
+class _Worker:
+    """The thread of a stream, which refers to nothing the user has."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._ended = False
+        # The thread's alone:
+        self._error: BaseException | None = None
+        self._copy = linux.copy
+
+    def submit(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            if self._ended:
+                raise ValueError("the stream is closed")
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="hostmem-cpu-stream", daemon=True
+                )
+                self._thread.start()
+            self._jobs.put(job)
+
+    def end(self) -> None:
+        """Let the thread end after the jobs it has."""
+        with self._lock:
+            self._ended = True
+            self._jobs.put(None)
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def copy(
         self,
         destinations: NDArray[np.uint64],
         sources: NDArray[np.uint64],
@@ -130,39 +154,10 @@ class CpuStream(Stream):
             self._copy = linux.copy_one_by_one
             self._copy(destinations, sources, sizes)
 
-    def call(self, function: Callable[[], None]) -> None:
-        """Submit a function of the host; it runs on the stream's thread, in order."""
-        with self._lock:
-            if self._closed:
-                raise ValueError("the stream is closed")
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="hostmem-cpu-stream", daemon=True
-                )
-                self._thread.start()
-            self._jobs.put(function)
-
-    def wait(self, event: Event) -> None:
-        if not event.query():
-            self.call(event.wait_finished)
-
-    def record(self) -> Event:
-        event = HostEvent()
-        self.call(lambda: self._settle(event))
-        return event
-
-    def _settle(self, event: HostEvent) -> None:
+    def settle(self, event: HostEvent) -> None:
+        """Set an event, with the first error since the one before."""
         error, self._error = self._error, None
         event.set(error)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._jobs.put(None)
-        if self._thread is not None:
-            self._thread.join()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
+from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hostmem._sys.driver import DEINITIALIZED, HOST_NUMA_ID, Driver, load_driver
+from hostmem._sys.driver import HOST_NUMA_ID, Driver, Result, load_driver
 from hostmem.device.base import Device, Stream
 from hostmem.device.events import Event
 from hostmem.errors import CuError
 from hostmem.machine import machine, node_of_pci_device
 
-__all__ = ["CudaDevice", "CudaEvent", "CudaStream"]
+__all__ = ["CudaDevice", "CudaEvent", "CudaStream", "harmless_after_shutdown"]
+
+
+@contextlib.contextmanager
+def harmless_after_shutdown() -> Iterator[None]:
+    """Give something back to a driver that, once it has shut down, did that itself."""
+    try:
+        yield
+    except CuError as error:
+        if error.code != Result.DEINITIALIZED:
+            raise
 
 
 class CudaDevice(Device):
@@ -76,11 +88,8 @@ class CudaDevice(Device):
         self.driver.host_register(self.ordinal, address, nbytes)
 
     def unregister(self, address: int) -> None:
-        try:
+        with harmless_after_shutdown():
             self.driver.host_unregister(self.ordinal, address)
-        except CuError as error:
-            if error.code != DEINITIALIZED:
-                raise  # at the end of the process the driver has undone it itself
 
     def stream(self) -> CudaStream:
         return CudaStream(self)
@@ -100,11 +109,12 @@ class CudaDevice(Device):
 class CudaEvent(Event):
     """A recorded driver event; goes back to the device's pool when finished or dropped."""
 
-    __slots__ = ("__weakref__", "_device", "_handle", "_lock")
+    __slots__ = ("__weakref__", "_device", "_handle", "_lock", "_waiting")
 
     def __init__(self, device: CudaDevice, stream: int) -> None:
         self._device = device
         self._lock = threading.Lock()
+        self._waiting = 0  # threads inside synchronize(), which still need the driver's event
         self._handle: int | None = device.take_event()
         device.driver.event_record(device.ordinal, self._handle, stream)
 
@@ -126,18 +136,26 @@ class CudaEvent(Event):
         if timeout is not None:
             raise ValueError("timeout: a GPU's event is waited for without one; use query()")
         with self._lock:
-            if self._handle is not None:
-                self._device.driver.event_synchronize(self._device.ordinal, self._handle)
-                self._finish()
+            handle = self._handle
+            if handle is None:
+                return
+            self._waiting += 1
+        try:
+            self._device.driver.event_synchronize(self._device.ordinal, handle)
+        finally:
+            with self._lock:
+                self._waiting -= 1
+        with self._lock:
+            self._finish()
 
     @property
     def error(self) -> BaseException | None:
         return None  # the driver reports a failed copy from the wait itself
 
     def _finish(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._device.return_event(handle)
+        if self._handle is not None and not self._waiting:
+            self._device.return_event(self._handle)
+            self._handle = None
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
@@ -150,9 +168,7 @@ class CudaStream(Stream):
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self.handle = device.driver.stream_create(device.ordinal)
-        self._close = weakref.finalize(
-            self, device.driver.stream_destroy, device.ordinal, self.handle
-        )
+        self._close = weakref.finalize(self, _destroy, device.driver, device.ordinal, self.handle)
         self._close.atexit = False
 
     def copy(
@@ -177,5 +193,11 @@ class CudaStream(Stream):
 
     def close(self) -> None:
         if self._close.alive:
-            self._device.driver.stream_synchronize(self._device.ordinal, self.handle)
+            with harmless_after_shutdown():
+                self._device.driver.stream_synchronize(self._device.ordinal, self.handle)
             self._close()
+
+
+def _destroy(driver: Driver, ordinal: int, stream: int) -> None:
+    with harmless_after_shutdown():
+        driver.stream_destroy(ordinal, stream)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
-from hostmem.device.cuda import CudaDevice
+from hostmem.device.cuda import CudaDevice, harmless_after_shutdown
+from hostmem.errors import ClosedError
 from hostmem.units import align_up, format_size
 
 __all__ = ["CudaMemory"]
@@ -44,9 +45,23 @@ class CudaMemory:
             undo.pop_all()
 
     def resize(self, size: int) -> None:
-        """Back the range up to ``size`` bytes, or give back whole units past it; all or nothing."""
-        if size > self.capacity:
-            raise ValueError(f"size: {size} is above the capacity, {self.capacity}")
+        """Back the range up to ``size`` bytes, or give back whole units past it.
+
+        Growing takes all or nothing. Work in flight on what is given back must be over.
+
+        Raises
+        ------
+        CuOOMError
+            The device has not that much memory free; nothing changed.
+        ValueError
+            Negative or above the capacity.
+        ClosedError
+            Closed.
+        """
+        if self._closed:
+            raise ClosedError("the device memory was closed")
+        if not 0 <= size <= self.capacity:
+            raise ValueError(f"size: {size} is not within 0..{self.capacity}, the capacity")
         driver, ordinal = self._device.driver, self._device.ordinal
         target = align_up(size, self._unit)
         with contextlib.ExitStack() as undo:
@@ -55,17 +70,20 @@ class CudaMemory:
                 driver.memory_map(ordinal, address, self._unit)
                 undo.callback(driver.memory_unmap, ordinal, address, self._unit)
             undo.pop_all()
-        for offset in range(target, self._mapped, self._unit):
-            driver.memory_unmap(ordinal, self.address + offset, self._unit)
-        self._mapped = target
+        self._mapped = max(self._mapped, target)
+        while self._mapped > target:
+            last = self._mapped - self._unit
+            driver.memory_unmap(ordinal, self.address + last, self._unit)
+            self._mapped = last
         self.size = size
 
     def close(self) -> None:
         """Give all memory and the address range back. Idempotent; work in flight must be over."""
         if self._closed:
             return
-        self.resize(0)
-        self._device.driver.memory_release(self._device.ordinal, self.address, self.capacity)
+        with harmless_after_shutdown():
+            self.resize(0)
+            self._device.driver.memory_release(self._device.ordinal, self.address, self.capacity)
         self._closed = True
 
     def __repr__(self) -> str:

@@ -482,4 +482,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(deadline=None, max_examples=150, stateful_step_count=50)
+TestMachine.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)

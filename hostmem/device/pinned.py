@@ -1,0 +1,59 @@
+"""Which host memory is registered, by the rules of the driver."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hostmem._sys.driver import Result, refuse
+from hostmem.ranges import RangeTable
+
+__all__ = ["PinnedRanges"]
+
+
+class PinnedRanges(RangeTable):
+    """Registered host memory, for what plays the driver: it answers as the driver does.
+
+    Ranges are bytes, not pages: neighbours may share a page, and no byte is registered twice.
+    """
+
+    def pin(self, address: int, nbytes: int, detail: str) -> None:
+        """Register a range.
+
+        Raises
+        ------
+        CuError
+            INVALID_VALUE: no bytes. HOST_MEMORY_ALREADY_REGISTERED: some of them are; the message
+            names the range that has them.
+        """
+        if nbytes < 1:
+            refuse(Result.INVALID_VALUE, "cuMemHostRegister", detail)
+        try:
+            self.add(address, nbytes)
+        except ValueError as error:
+            code = Result.HOST_MEMORY_ALREADY_REGISTERED
+            refuse(code, "cuMemHostRegister", f"{detail}: {error}")
+
+    def unpin(self, address: int, detail: str) -> None:
+        """Undo `pin`; CuError HOST_MEMORY_NOT_REGISTERED where none began at ``address``."""
+        try:
+            self.remove(address)
+        except KeyError:
+            refuse(Result.HOST_MEMORY_NOT_REGISTERED, "cuMemHostUnregister", detail)
+
+    def check_copies(
+        self,
+        destinations: NDArray[np.uint64],
+        sources: NDArray[np.uint64],
+        sizes: NDArray[np.uint64],
+    ) -> None:
+        """Refuse a batch, with CuError INVALID_VALUE, if a range crosses a registration's end."""
+        for name, addresses in (("destination", destinations), ("source", sources)):
+            at = self.first_spanning(addresses, sizes)
+            if at is not None:
+                refuse(
+                    Result.INVALID_VALUE,
+                    "cuMemcpyBatchAsync",
+                    f"copy {at} of {len(sizes)}: the {name}, {int(sizes[at])} bytes at "
+                    f"{int(addresses[at]):#x}, crosses the end of a registration",
+                )

@@ -1,0 +1,72 @@
+"""Tiers for the keys and values of language models: GPU, host and disk, over `hostmem`.
+
+`TierStorage` holds pages in levels and moves them; `BlockCache` finds blocks by key in any level and
+hands them out in the hot one. The configuration classes say how much memory each level may use.
+"""
+
+from hostmem._version import __version__
+from hostmem.errors import (
+    ClosedError,
+    CorruptedError,
+    CuError,
+    CuOOMError,
+    DiskOOMError,
+    HostOOMError,
+    OutOfMemoryError,
+    OutOfPagesError,
+    PeerInitError,
+    PlacementRefusedError,
+    RegistrationError,
+    ResourceBusyError,
+)
+from kvtier.blocks import BlockCache, BlockLease, BlockReservation
+from kvtier.config import (
+    AttentionLayerConfig,
+    BufferConfig,
+    CacheTier,
+    DiskCacheTierConfig,
+    GpuCacheTierConfig,
+    HostCacheTierConfig,
+    KVCacheManagerConfig,
+)
+from kvtier.page import Page
+from kvtier.plan import CachePlan, LevelPlan
+from kvtier.slots import SlotAllocator
+from kvtier.storage import LevelStats, StorageStats, TierStorage
+from kvtier.transfer.copier import PageCopier
+from kvtier.transfer.staging import StagingBuffer
+
+__all__ = [
+    "AttentionLayerConfig",
+    "BlockCache",
+    "BlockLease",
+    "BlockReservation",
+    "BufferConfig",
+    "CachePlan",
+    "CacheTier",
+    "ClosedError",
+    "CorruptedError",
+    "CuError",
+    "CuOOMError",
+    "DiskCacheTierConfig",
+    "DiskOOMError",
+    "GpuCacheTierConfig",
+    "HostCacheTierConfig",
+    "HostOOMError",
+    "KVCacheManagerConfig",
+    "LevelPlan",
+    "LevelStats",
+    "OutOfMemoryError",
+    "OutOfPagesError",
+    "Page",
+    "PageCopier",
+    "PeerInitError",
+    "PlacementRefusedError",
+    "RegistrationError",
+    "ResourceBusyError",
+    "SlotAllocator",
+    "StagingBuffer",
+    "StorageStats",
+    "TierStorage",
+    "__version__",
+]

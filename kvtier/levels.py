@@ -1,0 +1,122 @@
+"""Levels: a tier of the configuration, made real as pool groups and eviction policies."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+
+from hostmem import CudaDevice, CudaMemory, Device, HostMem, machine
+from kvtier.config import (
+    CacheTier,
+    CacheTierConfig,
+    DiskCacheTierConfig,
+    HostCacheTierConfig,
+)
+from kvtier.eviction import EvictionPolicy, make_policy
+from kvtier.page import Page
+from kvtier.plan import LevelPlan
+from kvtier.pools import PoolGroup
+from kvtier.transfer.disk import SlotFile
+from kvtier.transfer.memory import DiskPool, MemoryPool, PageMemory, Pool
+
+__all__ = ["Level", "build_level", "default_max_quota"]
+
+
+class Level:
+    """One level at work.
+
+    Parameters
+    ----------
+    index : int
+        0 is the hot level.
+    plan : LevelPlan
+        Its quotas and slots.
+    groups : list of PoolGroup
+        Its memory, by pool group.
+    policy : str
+        The eviction policy of each group.
+    """
+
+    def __init__(self, index: int, plan: LevelPlan, groups: list[PoolGroup], policy: str) -> None:
+        self.index = index
+        self.plan = plan
+        self.quota = plan.quota
+        """Bytes it may use now."""
+        self.groups = groups
+        self.policies: list[EvictionPolicy[Page]] = [
+            make_policy(policy, group.slots.n_slots) for group in groups
+        ]
+        """What goes first, by pool group."""
+
+    @property
+    def name(self) -> str:
+        """``gpu``, ``host`` or ``disk``."""
+        return str(self.plan.tier)
+
+    @property
+    def fill_fraction(self) -> float:
+        """Share of the slots whose memory is usable, 0 to 1."""
+        slots = sum(group.slots.n_slots for group in self.groups)
+        usable = sum(group.memory.usable_pages() for group in self.groups)
+        return usable / slots
+
+    def close(self) -> None:
+        """Give all memory back."""
+        with contextlib.ExitStack() as stack:  # all of it, whatever one of them raises
+            for group in self.groups:
+                stack.callback(group.close)
+
+
+def default_max_quota(tier: CacheTierConfig, device: Device) -> int:
+    """Bytes a level can ever use here, where the configuration does not bound it."""
+    if isinstance(tier, DiskCacheTierConfig):
+        return shutil.disk_usage(tier.path).free
+    if isinstance(tier, HostCacheTierConfig):
+        return machine().memory_for_process
+    return device.memory_total
+
+
+def build_level(
+    index: int, plan: LevelPlan, tier: CacheTierConfig, device: Device, policy: str
+) -> Level:
+    """Reserve the memory of a level; all or nothing. Host memory is filled in the background."""
+    groups: list[PoolGroup] = []
+    with contextlib.ExitStack() as undo:
+        for group, slot_sizes in enumerate(plan.slot_sizes):
+            pools: list[Pool] = []
+            for number, slot_size in enumerate(slot_sizes):
+                pool = _build_pool(plan, group, number, slot_size, tier, device)
+                undo.callback(pool.close)
+                pools.append(pool)
+            memory = PageMemory(pools)
+            groups.append(PoolGroup(memory, plan.slots[group], plan.max_slots[group]))
+        undo.pop_all()
+    return Level(index, plan, groups, policy)
+
+
+def _build_pool(
+    plan: LevelPlan,
+    group: int,
+    number: int,
+    slot_size: int,
+    tier: CacheTierConfig,
+    device: Device,
+) -> Pool:
+    slots = plan.slots[group]
+    if isinstance(tier, DiskCacheTierConfig):
+        return DiskPool(SlotFile(tier.path, slot_size, slots))
+    capacity, size, unit = plan.max_quota, slots * slot_size, plan.unit(group, number)
+    if plan.tier is CacheTier.GPU and isinstance(device, CudaDevice):
+        return MemoryPool(CudaMemory(device, capacity, size, unit), slot_size)
+    host = tier if isinstance(tier, HostCacheTierConfig) else None
+    memory = HostMem(
+        capacity,
+        size,
+        device=device,
+        slot_size=slot_size,
+        commit_unit=unit,
+        allow_remote_numa_fallback=host.allow_remote_numa_fallback if host else True,
+        page_mode=host.page_mode if host else None,
+        wait=plan.tier is CacheTier.GPU,
+    )
+    return MemoryPool(memory, slot_size)

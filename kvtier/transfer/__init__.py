@@ -1,0 +1,1 @@
+"""Moving pages between levels: descriptor plans, copy lanes, staging buffers, disk I/O."""

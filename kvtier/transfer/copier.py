@@ -1,0 +1,169 @@
+"""The page copier: moves the pages of a group from one level's slots to another's."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import cast
+
+import numpy as np
+from hostmem import CudaMemory, Device, Event
+from kvtier.transfer.jobs import Dependencies
+from kvtier.transfer.lane import Lane
+from kvtier.transfer.memory import DiskPool, Ids, MemoryPool, PageMemory
+from kvtier.transfer.plan import Addresses, AddressSpace, CopyPlan
+from kvtier.transfer.staging import StagingBuffer
+
+__all__ = ["PageCopier"]
+
+_STAGING_BYTES = 32 << 20
+_MOST_STAGED = 512
+_LEAST_STAGED = 2
+
+
+class PageCopier:
+    """Moves pages between levels, asynchronously. Calls return at once.
+
+    Between memories, pages are copied by the device, in one batch a call, on a lane for each
+    direction. Between memory and disk they are read and written by the file's threads, through a
+    staging buffer where the disk cannot reach the memory.
+
+    Parameters
+    ----------
+    device : Device
+        Who copies.
+    largest_page : int
+        Bytes of the largest page; staging buffers have this size.
+    staged : bool
+        Whether there is a level on disk.
+    """
+
+    def __init__(self, device: Device, largest_page: int, *, staged: bool) -> None:
+        with contextlib.ExitStack() as undo:
+            self._down = Lane(device, "kvtier-offload")
+            undo.callback(self._down.close)
+            self._up = Lane(device, "kvtier-onboard")
+            undo.callback(self._up.close)
+            self._staging: StagingBuffer | None = None
+            if staged:
+                fits = min(_STAGING_BYTES // largest_page, _MOST_STAGED)
+                self._staging = StagingBuffer(device, largest_page, max(fits, _LEAST_STAGED))
+            undo.pop_all()
+
+    def copy(
+        self,
+        source: PageMemory,
+        source_ids: Ids,
+        destination: PageMemory,
+        destination_ids: Ids,
+        after: Dependencies,
+        *,
+        up: bool,
+    ) -> list[tuple[int, Event]]:
+        """Copy pages ``source_ids[i]`` to pages ``destination_ids[i]``.
+
+        Parameters
+        ----------
+        source, destination : PageMemory
+            Of the same pool group in two levels.
+        source_ids, destination_ids : int32 arrays, shape (pages,)
+            Slots.
+        after : Dependencies
+            What must have happened before.
+        up : bool
+            Whether towards the hot level.
+
+        Returns
+        -------
+        list of (int, Event)
+            Events and how many pages, in order, each stands for. A failed copy finishes its event
+            with the error, too.
+        """
+        to_disk = isinstance(destination.pools[0], DiskPool)
+        from_disk = isinstance(source.pools[0], DiskPool)
+        near, near_ids, far, far_ids = (
+            (destination, destination_ids, source, source_ids)
+            if up
+            else (source, source_ids, destination, destination_ids)
+        )
+        if not to_disk and not from_disk:
+            lane = self._up if up else self._down
+            event = lane.submit(partial(_plan_pages, near, near_ids, far, far_ids, up), after)
+            return [(len(near_ids), event)]
+        if not _reachable(near):
+            return self._through_staging(near, near_ids, far, far_ids, after, up)
+        file = cast(DiskPool, far.pools[0]).file
+        pool = cast(MemoryPool, near.pools[0])
+        pool.wait_usable(near_ids)
+        transfer = file.write if to_disk else file.read
+        return [(len(near_ids), transfer(far_ids, pool.addresses(near_ids), after))]
+
+    def _through_staging(
+        self,
+        near: PageMemory,
+        near_ids: Ids,
+        disk: PageMemory,
+        disk_ids: Ids,
+        after: Dependencies,
+        up: bool,
+    ) -> list[tuple[int, Event]]:
+        staging = self._staging
+        assert staging is not None, "a level on disk comes with a staging buffer"
+        file = cast(DiskPool, disk.pools[0]).file
+        events: list[tuple[int, Event]] = []
+        for first in range(0, len(near_ids), staging.count):
+            ids = near_ids[first : first + staging.count]
+            slots = disk_ids[first : first + staging.count]
+            buffers = staging.acquire(len(ids))
+            plan = partial(_plan_buffers, near, ids, buffers, staging, up)
+            event: Event
+            if up:
+                read = file.read(slots, buffers, Dependencies(data=after.data))
+                event = self._up.submit(plan, Dependencies((read,), after.fences))
+            else:
+                copied = self._down.submit(plan, Dependencies(after.data))
+                event = file.write(slots, buffers, Dependencies((copied,), after.fences))
+            staging.release(len(ids), event)
+            events.append((len(ids), event))
+        return events
+
+    def close(self) -> None:
+        """Finish what was submitted and give threads, streams and buffers back."""
+        self._down.close()
+        self._up.close()
+        if self._staging is not None:
+            self._staging.close()
+
+
+def _reachable(group: PageMemory) -> bool:
+    """Tell whether a file can be read into, or written from, whole pages of a group."""
+    pool = group.pools[0]
+    return (
+        len(group.pools) == 1
+        and isinstance(pool, MemoryPool)
+        and not isinstance(pool.memory, CudaMemory)
+    )
+
+
+def _plan_pages(near: PageMemory, ids: Ids, far: PageMemory, far_ids: Ids, up: bool) -> CopyPlan:
+    """Plan the copies between two memories, once both can be used."""
+    pool = cast(MemoryPool, far.pools[0])
+    pool.wait_usable(far_ids)
+    return _plan_buffers(near, ids, pool.addresses(far_ids), pool, up)
+
+
+def _plan_buffers(
+    near: PageMemory, ids: Ids, pages: Addresses, space: AddressSpace, up: bool
+) -> CopyPlan:
+    """Plan the copies between a group's slots and whole pages, a pool at a time, and merge them."""
+    parts = []
+    for pool, offset in zip(near.pools, near.offsets, strict=True):
+        memory = cast(MemoryPool, pool)
+        memory.wait_usable(ids)
+        slots, places = memory.addresses(ids), pages + np.uint64(offset)
+        if up:
+            part = CopyPlan.of(slots, places, memory.slot_size).merged(memory, space)
+        else:
+            part = CopyPlan.of(places, slots, memory.slot_size).merged(space, memory)
+        parts.append(part)
+    return CopyPlan.joined(parts)

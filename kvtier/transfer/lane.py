@@ -1,0 +1,93 @@
+"""Copy lanes: a stream of the device, and a thread that waits for what the device cannot."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from hostmem import Device, Event, HostEvent
+from kvtier.transfer.jobs import Dependencies, TransferEvent
+from kvtier.transfer.plan import CopyPlan
+
+__all__ = ["Lane"]
+
+_Job = tuple[Callable[[], CopyPlan], Dependencies, TransferEvent]
+
+
+class Lane:
+    """Copies of one direction, in the order they were submitted.
+
+    A GPU's stream can wait for the GPU's own events but not for a disk, nor for memory that is
+    still being committed. The lane's thread waits for those, and submits; the caller never blocks.
+
+    Parameters
+    ----------
+    device : Device
+        Who copies.
+    name : str
+        Of the thread.
+    """
+
+    def __init__(self, device: Device, name: str) -> None:
+        self._stream = device.stream()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        self._closed = False
+
+    def submit(self, plan: Callable[[], CopyPlan], after: Dependencies) -> TransferEvent:
+        """Queue a batch of copies; returns at once.
+
+        Parameters
+        ----------
+        plan : callable
+            Makes the plan, on the lane's thread, when the destination may be written; it may block
+            until memory is usable.
+        after : Dependencies
+            What must have happened before.
+        """
+        event = TransferEvent()
+        self._jobs.put((plan, after, event))
+        return event
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            plan, after, event = job
+            try:
+                self._wait(after)
+                copies = plan()
+                self._stream.copy(copies.destinations, copies.sources, copies.sizes)
+                event.submitted(self._stream.record())
+            except BaseException as error:  # it belongs to whoever needs the copy
+                event.failed(error)
+            del job, plan, after, event
+
+    def _wait(self, after: Dependencies) -> None:
+        """Order the stream after what the device itself does; wait here for the rest."""
+        for event in after.fences:
+            if (recorded := _recorded(event)) is not None:
+                self._stream.wait(recorded)
+            else:
+                event.wait_finished()
+        for event in after.data:
+            if (recorded := _recorded(event)) is not None:
+                self._stream.wait(recorded)
+            else:
+                event.synchronize()
+
+    def close(self) -> None:
+        """Finish what was submitted and end the thread and the stream. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+            self._thread.join()
+            self._stream.close()
+
+
+def _recorded(event: Event) -> Event | None:
+    """Return what a GPU recorded for an event, once it has; None where the host sets the event."""
+    if isinstance(event, TransferEvent):
+        inner = event.wait_submitted()
+        return None if inner is None or isinstance(inner, HostEvent) else inner
+    return None if isinstance(event, HostEvent) else event

@@ -1,0 +1,133 @@
+"""Where pages are: pools of slots in memory or in a file, and the pools that make up a page."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hostmem import CudaMemory, HostMem
+from kvtier.transfer.disk import SlotFile
+
+__all__ = ["DiskPool", "Ids", "MemoryPool", "PageMemory", "Pool"]
+
+Ids = NDArray[np.int32]
+
+
+class Pool(Protocol):
+    """Slots of one size over one memory."""
+
+    @property
+    def slot_size(self) -> int:
+        """Bytes of a slot."""
+
+    def usable_slots(self) -> int:
+        """Say how many slots, from 0, can be used without waiting."""
+
+    def resize(self, slots: int) -> None:
+        """Have memory for that many slots."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPool:
+    """Slots in memory that copies reach by address."""
+
+    memory: HostMem | CudaMemory
+    """The memory; slot 0 is at its address."""
+    slot_size: int
+    """Bytes of a slot."""
+
+    def addresses(self, ids: Ids) -> NDArray[np.uint64]:
+        """Give the addresses of slots; shape (slots,)."""
+        offsets = ids.astype(np.uint64) * np.uint64(self.slot_size)
+        return offsets + np.uint64(self.memory.address)
+
+    def registration_index(self, addresses: NDArray[np.uint64]) -> NDArray[np.int64] | None:
+        """Give the number of the registration that holds each address; None: copies may span."""
+        if isinstance(self.memory, CudaMemory):
+            return None
+        return self.memory.registration_index(addresses - np.uint64(self.memory.address))
+
+    def usable_slots(self) -> int:
+        """Say how many slots, from 0, can be used without waiting."""
+        if isinstance(self.memory, CudaMemory):
+            return self.memory.size // self.slot_size
+        return self.memory.committed // self.slot_size
+
+    def wait_usable(self, ids: Ids) -> None:
+        """Block until slots are usable: until the registration that holds the last one is done."""
+        if isinstance(self.memory, HostMem) and len(ids):
+            self.memory.wait_usable((int(ids.max()) + 1) * self.slot_size)
+
+    def resize(self, slots: int) -> None:
+        """Have memory for that many slots; growing host memory is filled in the background."""
+        self.memory.resize(slots * self.slot_size)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.memory.close()
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPool:
+    """Slots in a file."""
+
+    file: SlotFile
+    """The file."""
+
+    @property
+    def slot_size(self) -> int:
+        """Bytes of a slot."""
+        return self.file.slot_size
+
+    def usable_slots(self) -> int:
+        """Say how many slots, from 0, can be used without waiting."""
+        return self.file.slots
+
+    def resize(self, slots: int) -> None:
+        """Have room for that many slots, or give room back."""
+        self.file.resize(slots)
+
+    def close(self) -> None:
+        """Finish what was submitted and give the room back."""
+        self.file.close()
+
+
+class PageMemory:
+    """The pools of one pool group in one level: slot i of each makes up page i.
+
+    Parameters
+    ----------
+    pools : sequence of Pool
+        In the order in which their slots make up a page.
+    """
+
+    def __init__(self, pools: Sequence[Pool]) -> None:
+        self.pools = tuple(pools)
+        self.offsets = tuple(accumulate((p.slot_size for p in self.pools[:-1]), initial=0))
+        """Bytes from the start of a page to each pool's slot."""
+        self.page_bytes = sum(pool.slot_size for pool in self.pools)
+        """Bytes of a page."""
+
+    def usable_pages(self) -> int:
+        """Say how many pages, from 0, can be used without waiting."""
+        return min(pool.usable_slots() for pool in self.pools)
+
+    def resize(self, pages: int) -> None:
+        """Have memory for that many pages."""
+        for pool in self.pools:
+            pool.resize(pages)
+
+    def close(self) -> None:
+        """Give the memory of every pool back."""
+        with contextlib.ExitStack() as stack:  # all of it, whatever one of them raises
+            for pool in self.pools:
+                stack.callback(pool.close)
