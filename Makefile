@@ -36,8 +36,8 @@ help:  ## list the targets
 
 demo: .venv/runtime.stamp  ## replay a small generated trace over gpu, host and disk tiers
 	@mkdir -p $(BUILD)/demo/disk
-	$(BIN)/python -m kvtier trace --seed 7 --requests 400 --out $(BUILD)/demo/demo.jsonl
-	$(BIN)/python -m kvtier replay $(BUILD)/demo/demo.jsonl --gpu-quota 16MiB --host-quota 256MiB \
+	$(BIN)/python -m kvtier trace --seed 7 --requests 2000 --out $(BUILD)/demo/demo.jsonl
+	$(BIN)/python -m kvtier replay $(BUILD)/demo/demo.jsonl --gpu-quota 16MiB --host-quota 96MiB \
 	  --disk-quota 256MiB --disk-path $(BUILD)/demo/disk --block-bytes 64KiB
 
 test: .venv/dev.stamp  ## run the tests

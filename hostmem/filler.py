@@ -39,7 +39,7 @@ _MOST_THREADS = 12  # the kernel's page allocation does not scale past this
 
 @functools.cache
 def fill_thread_budget() -> int:
-    """Number of populating threads that run at once in this process, over all objects."""
+    """Say how many threads populate at once in this process, over all objects."""
     return max(1, min(len(machine().allowed_cpus), _MOST_THREADS))
 
 
@@ -236,16 +236,16 @@ class Filler:
         me = threading.current_thread()
         with self._lock:
             self._populate_error = None  # what the last threads of the fill before met
-        populators = [
-            threading.Thread(
-                target=self._populate, args=(me,), name=f"hostmem-populate-{i}", daemon=True
+        populators: list[threading.Thread] = []
+        for number in range(self.threads):
+            name = f"hostmem-populate-{number}"
+            arguments = (me, populators, number)
+            populators.append(
+                threading.Thread(target=self._populate, args=arguments, name=name, daemon=True)
             )
-            for i in range(self.threads)
-        ]
         failure: BaseException | None = None
         try:
-            for thread in populators:
-                thread.start()
+            populators[0].start()  # each starts the next one: starting many takes milliseconds
             while (end := self._next_registration(me)) is not None:
                 self._registrations.register(end, self._policy)
                 self._note_progress()
@@ -334,7 +334,14 @@ class Filler:
 
     # ------------------------------------------------------------------------ populating threads
 
-    def _populate(self, worker: threading.Thread) -> None:
+    def _populate(
+        self, worker: threading.Thread, populators: list[threading.Thread], number: int
+    ) -> None:
+        if number + 1 < len(populators):
+            try:
+                populators[number + 1].start()
+            except RuntimeError as error:
+                log.warning("%d of %d fill threads run: %s", number + 1, len(populators), error)
         if self._cpus:
             try:
                 os.sched_setaffinity(0, self._cpus)

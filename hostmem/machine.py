@@ -1,4 +1,4 @@
-"""What machine this is: pages, memory nodes, CPUs, limits. Read from proc and sys, never guessed."""
+"""What machine this is: pages, memory nodes, CPUs, limits; read from proc and sys."""
 
 from __future__ import annotations
 

@@ -90,7 +90,8 @@ def _nodes(node: NodeLike, device: Device) -> tuple[int, ...]:
         return ()
     if isinstance(node, str) and node == "auto":
         return () if device.numa_node is None else (device.numa_node,)
-    given: list[Any] = list(node) if isinstance(node, Iterable) else [node]
+    several = isinstance(node, Iterable) and not isinstance(node, bytes)
+    given: list[Any] = list(node) if several else [node]  # type: ignore[arg-type]
     try:
         numbers = tuple(index(n) for n in given)
     except TypeError:
@@ -124,8 +125,8 @@ def apply_placement(request: PlacementRequest, address: int, nbytes: int) -> str
     except OSError as error:
         if request.strict:
             raise PlacementRefusedError(
-                f"strict placement on {request}: {error}; run with CAP_SYS_NICE or a seccomp profile "
-                "that allows mbind, or use allow_remote_numa_fallback=True",
+                f"strict placement on {request}: {error}; run with CAP_SYS_NICE or a seccomp "
+                "profile that allows mbind, or use allow_remote_numa_fallback=True",
                 node=request.node,
                 call="mbind",
                 errno=error.errno,

@@ -98,8 +98,8 @@ class HostMem:
 
     Construction reserves ``capacity`` bytes of address space, starts threads that populate and
     register it from offset 0 up to ``size``, and returns within milliseconds. The *watermark*,
-    `committed`, says how far the bytes are usable; `wait_usable` and `view` wait only for those they
-    name. The base address never moves.
+    `committed`, says how far the bytes are usable; `wait_usable` and `view` wait only for those
+    they name. The base address never moves.
 
     Parameters
     ----------
@@ -114,16 +114,16 @@ class HostMem:
         Bytes of one slot of the caller's; no registration ever ends inside a slot.
     commit_unit : int or str, optional
         Bytes that are given access at a time, and that no registration crosses: a multiple of
-        ``slot_size``; 32 MiB, rounded up to slots, where omitted. The base is aligned to the largest
-        power of two that divides it.
+        ``slot_size``; 32 MiB, rounded up to slots, where omitted. The base is aligned to the
+        largest power of two that divides it.
     numa_node : "auto", int, sequence of int, or None
-        ``"auto"``: the GPU's node (no policy on the cpu device). Several: pages are spread over them.
-        None: no policy.
+        ``"auto"``: the GPU's node (no policy on the cpu device). Several: pages are spread over
+        them. None: no policy.
     allow_remote_numa_fallback : bool
         True: the node is preferred. False: the node is enforced, and anything else is an error.
     page_mode : "small", "huge", "auto" or None
-        Pages to ask for; None: as the environment variable ``HOSTMEM_THP`` (0, 1, auto) says, small
-        where it is not set.
+        Pages to ask for; None: as the environment variable ``HOSTMEM_THP`` (0, 1, auto) says,
+        small where it is not set.
     fill_threads : "auto" or int
         Populating threads; they share one budget per process with those of other objects.
     fill_rate : float, optional
@@ -147,8 +147,8 @@ class HostMem:
 
     Notes
     -----
-    Every method may be called from any thread. Close it, or use it as a context manager; one that is
-    dropped is closed all the same, on another thread, with a `ResourceWarning`.
+    Every method may be called from any thread. Close it, or use it as a context manager; one that
+    is dropped is closed all the same, on another thread, with a `ResourceWarning`.
 
     Examples
     --------
@@ -410,8 +410,8 @@ class HostMem:
 
         The base and the bytes below the new size stay. Growing returns at once. Shrinking stops the
         fill within one piece (2 MiB) and one registration, and then takes as long as unregistering
-        and unmapping what goes. Resizing to the present size retries after a failure. Memory is given
-        back by whole registrations; the rest of one that is cut is kept for a later growth.
+        and unmapping what goes. Resizing to the present size retries after a failure. Memory is
+        given back by whole registrations; the rest of one that is cut is kept for later growth.
 
         Parameters
         ----------
@@ -496,7 +496,7 @@ class HostMem:
         Raises
         ------
         ValueError
-            A range outside the size, a shape that does not fit, or a registration boundary inside it.
+            A range outside the size, a shape that does not fit, or a registration boundary inside.
         TimeoutError, ClosedError, HostOOMError, RegistrationError, HostmemError
             As `wait_usable`.
         """
@@ -543,7 +543,7 @@ class HostMem:
         raise ValueError(f"offset: {offset} is not below the watermark, {self.committed}")
 
     def registration_index(self, offsets: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Number the registrations that hold the offsets, -1 for none; vectorised.
+        """Give the number of the registration that holds each offset, -1 for none; vectorised.
 
         Two usable offsets with the same number may be spanned by one copy. Numbers of different
         calls do not compare.

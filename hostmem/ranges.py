@@ -25,6 +25,11 @@ class RangeTable:
         self._ranges: list[tuple[int, int]] = []  # (start, end), sorted
         self._snapshot: tuple[NDArray[np.uint64], NDArray[np.uint64]] | None = None
 
+    def abandon(self) -> None:
+        """Empty the table in a forked child, where whoever held the lock does not exist."""
+        self._lock = threading.Lock()
+        self._ranges, self._snapshot = [], None
+
     def __len__(self) -> int:
         return len(self._ranges)
 
@@ -80,13 +85,8 @@ class RangeTable:
             return [(s, e - s) for s, e in self._ranges[first:last] if e > start]
 
     def index_of(self, values: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Number the ranges that hold the values: an index into the sorted table, or -1."""
-        starts, ends = self._arrays()
-        if not len(starts):
-            return np.full(len(values), -1, np.int64)
-        at = np.searchsorted(starts, values, side="right").astype(np.int64) - 1
-        at[(at >= 0) & (values >= ends[at])] = -1
-        return at
+        """Give the index in the sorted table of the range that holds each value, or -1."""
+        return _index(values, *self._arrays())
 
     def first_spanning(self, starts: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> int | None:
         """Find the first of the given ranges that begins and ends in different places of the table.
@@ -94,8 +94,10 @@ class RangeTable:
         Two ranges of the table, or one and the space outside, are different places. Sizes are at
         least 1.
         """
-        first = self.index_of(starts)
-        last = self.index_of(starts + sizes - np.uint64(1))
+        # One snapshot for both ends: a range added in between would shift the numbers.
+        snapshot = self._arrays()
+        first = _index(starts, *snapshot)
+        last = _index(starts + sizes - np.uint64(1), *snapshot)
         bad = np.flatnonzero(first != last)
         return int(bad[0]) if len(bad) else None
 
@@ -106,3 +108,13 @@ class RangeTable:
                 pairs = np.array(self._ranges, np.uint64).reshape(-1, 2)
                 snapshot = self._snapshot = (pairs[:, 0].copy(), pairs[:, 1].copy())
         return snapshot
+
+
+def _index(
+    values: NDArray[np.uint64], starts: NDArray[np.uint64], ends: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    if not len(starts):
+        return np.full(len(values), -1, np.int64)
+    at = np.searchsorted(starts, values, side="right").astype(np.int64) - 1
+    at[(at >= 0) & (values >= ends[at])] = -1
+    return at

@@ -15,6 +15,7 @@ __all__ = ["OnRegisterFailure", "Registrations"]
 log = logging.getLogger("hostmem")
 
 _NEVER = {800, 801}  # NOT_PERMITTED, NOT_SUPPORTED: a smaller range fares no better
+_HOPELESS = 256  # smallest ranges refused in a row, after which refused ranges are not halved
 
 
 class OnRegisterFailure(enum.StrEnum):
@@ -52,6 +53,7 @@ class Registrations:
         self.quarantined = RangeTable()
         self.end = 0
         """Bytes from 0 that are registered or quarantined."""
+        self._refused_in_a_row = 0
 
     def register(self, end: int, policy: OnRegisterFailure) -> None:
         """Register from the present end up to ``end``: in one call, or in halves where refused.
@@ -62,24 +64,44 @@ class Registrations:
             The smallest range was refused, and the policy is not PAGEABLE. What was registered
             before it stays registered: `end` says how far.
         """
-        ahead = [end]
+        first, ahead, pageable = self.end, [end], 0
+        why = ""
         while ahead:
             start, stop = self.end, ahead[-1]
             try:
                 self._device.register(self._base + start, stop - start)
             except (CuError, CuOOMError) as cause:
-                if stop - start > self._smallest and cause.code not in _NEVER:
+                hopeless = cause.code in _NEVER or self._refused_in_a_row >= _HOPELESS
+                if stop - start > self._smallest and not hopeless:
                     half = align_up((stop - start) // 2, self._smallest)
                     ahead.append(start + half)
                     continue
                 if policy is not OnRegisterFailure.PAGEABLE:
                     raise self._refused(start, stop, cause) from cause
-                self.quarantined.add(start, stop - start)
-                log.warning("%d bytes at offset %d stay pageable: %s", stop - start, start, cause)
+                self._quarantine(first, start, stop)
+                pageable, why = pageable + stop - start, why or str(cause)
             else:
                 self.registered.add(start, stop - start)
+                self._refused_in_a_row = 0
             self.end = stop
             ahead.pop()
+        if pageable:
+            log.warning(
+                "%d of the %d bytes at offset %d stay pageable: %s",
+                pageable,
+                end - first,
+                first,
+                why,
+            )
+
+    def _quarantine(self, first: int, start: int, stop: int) -> None:
+        """Note a refused range; one with its neighbour if that begins at ``first`` or later."""
+        self._refused_in_a_row += 1
+        before = self.quarantined.at(start - 1)
+        if before is not None and before[0] >= first:
+            start = before[0]
+            self.quarantined.remove(start)
+        self.quarantined.add(start, stop - start)
 
     def unregister_down_to(self, size: int) -> None:
         """Unregister the ranges that begin at or past ``size``, from the top, and move the end.
@@ -101,12 +123,14 @@ class Registrations:
 
     def abandon(self) -> None:
         """Forget all, in a forked child: the ranges and whoever holds a lock are the parent's."""
-        self.registered, self.quarantined, self.end = RangeTable(), RangeTable(), 0
+        self.registered.abandon()
+        self.quarantined.abandon()
+        self.end = 0
 
     def _refused(self, start: int, stop: int, cause: HostmemError) -> RegistrationError:
         return RegistrationError(
-            f"the driver refused to register {format_size(stop - start)} at offset {start}: {cause}; "
-            "what is below stays usable",
+            f"the driver refused to register {format_size(stop - start)} at offset {start}: "
+            f"{cause}; what is below stays usable",
             offset=start,
             nbytes=stop - start,
             code=cause.facts.get("code"),

@@ -27,8 +27,8 @@ class Reservation:
     nbytes : int
         Bytes; rounded up to pages.
     grain : int
-        The base is a multiple of the largest power of two that divides this, of the page, and of the
-        huge page where the mode may use those.
+        The base is a multiple of the largest power of two that divides this, of the page, and of
+        the huge page where the mode may use those.
     mode : PageMode
         Page size to ask for.
     machine : Machine

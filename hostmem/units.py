@@ -62,7 +62,8 @@ def parse_size(value: Size, name: str = "size") -> int:
         return index(value)
     except TypeError:
         raise TypeError(
-            f"{name}: expected whole bytes or text such as '64GiB', not {type(value).__name__} {value!r}"
+            f"{name}: expected whole bytes or text such as '64GiB', "
+            f"not {type(value).__name__} {value!r}"
         ) from None
 
 

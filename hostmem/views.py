@@ -12,8 +12,11 @@ __all__ = ["LiveViews"]
 
 
 class _Export:
-    """What an array of ours holds on to: numpy keeps it alive as long as any array, slice,
-    memoryview or tensor that came from it lives, and it keeps the owner of the memory."""
+    """What an array of ours holds on to.
+
+    Numpy keeps it alive as long as any array, slice, memoryview or tensor that came from it lives,
+    and it keeps the owner of the memory.
+    """
 
     __slots__ = ("__array_interface__", "__weakref__", "owner")
 

@@ -232,7 +232,7 @@ class Watermark:
 
 
 def _told_again(cause: BaseException, end: int, usable_end: int) -> BaseException:
-    """Make an error of the cause's type for one waiter, so that no two threads share a traceback."""
+    """Make an error of the cause's type for one waiter: no two threads share a traceback."""
     kind = type(cause) if isinstance(cause, HostOOMError | RegistrationError) else HostmemError
     error = kind(
         f"the fill stopped at {format_size(usable_end)} and will not reach {format_size(end)}: "

@@ -1,7 +1,7 @@
 """Tiers for the keys and values of language models: GPU, host and disk, over `hostmem`.
 
-`TierStorage` holds pages in levels and moves them; `BlockCache` finds blocks by key in any level and
-hands them out in the hot one. The configuration classes say how much memory each level may use.
+`TierStorage` holds pages in levels and moves them; `BlockCache` finds blocks by key in any level
+and hands them out in the hot one. The configuration classes say how much memory each level may use.
 """
 
 from hostmem._version import __version__
@@ -32,7 +32,8 @@ from kvtier.config import (
 from kvtier.page import Page
 from kvtier.plan import CachePlan, LevelPlan
 from kvtier.slots import SlotAllocator
-from kvtier.storage import LevelStats, StorageStats, TierStorage
+from kvtier.stats import LevelStats, StorageStats
+from kvtier.storage import TierStorage
 from kvtier.transfer.copier import PageCopier
 from kvtier.transfer.staging import StagingBuffer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -15,6 +16,8 @@ from kvtier.page import Page
 from kvtier.storage import TierStorage
 
 __all__ = ["BlockCache", "BlockLease", "BlockReservation"]
+
+log = logging.getLogger("kvtier")
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -185,6 +188,8 @@ class BlockCache(Generic[Key]):
         self._groups = range(len(storage.plan.groups))
         self._blocks: dict[Key, _Block[Key]] = {}
         self._reserved: set[Key] = set()
+        self.lost = 0
+        """Blocks forgotten so far because a copy of them failed."""
         storage.attach(self._dropped)
 
     def __len__(self) -> int:
@@ -267,14 +272,8 @@ class BlockCache(Generic[Key]):
                     else "keys: one occurs twice"
                 )
             blocks = [_Block(key) for key in keys]
-            made: list[list[Page]] = []
-            try:
-                for group in self._groups:
-                    made.append(self._storage.new_pages(blocks, group))
-            except BaseException:
-                for pages in made:
-                    self._storage.discard(pages)
-                raise
+            self._storage.check_room(dict.fromkeys(self._groups, len(blocks)))
+            made = [self._storage.new_pages(blocks, group) for group in self._groups]
             for block, pages_of in zip(blocks, zip(*made, strict=True), strict=True):
                 block.pages = pages_of
             self._reserved |= wanted
@@ -307,14 +306,22 @@ class BlockCache(Generic[Key]):
         """Forget the block of a page that the storage dropped, and drop its other pages."""
         block = page.owner
         if isinstance(block, _Block) and self._blocks.get(block.key) is block:
+            if page.lost:
+                self._note_loss(block)
             del self._blocks[block.key]
             self._storage.discard(other for other in block.pages if other is not page)
 
     def _forget(self, block: _Block[Key]) -> None:
         """Take a block whose bytes were lost out of the cache, unless somebody holds it."""
         if self._blocks.get(block.key) is block and not any(p.leases for p in block.pages):
+            self._note_loss(block)
             del self._blocks[block.key]
             self._storage.discard(block.pages)
+
+    def _note_loss(self, block: _Block[Key]) -> None:
+        cause = next(page.ready.error for page in block.pages if page.lost)
+        log.error("%r is lost: a copy of it failed: %s", block, cause)
+        self.lost += 1
 
 
 def _failed(page: Page) -> bool:

@@ -35,5 +35,10 @@ class Page:
         self.kept = False
         """Whether it may be moved down, but not dropped."""
 
+    @property
+    def lost(self) -> bool:
+        """Whether the copy that was to bring its bytes failed."""
+        return self.ready.query() and self.ready.error is not None
+
     def __repr__(self) -> str:
         return f"<Page of {self.owner!r}, group {self.group}, level {self.level} slot {self.slot}>"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import weakref
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,11 +14,18 @@ from hostmem.ranges import RangeTable
 __all__ = ["PinnedRanges"]
 
 
+_tables: weakref.WeakSet[PinnedRanges] = weakref.WeakSet()
+
+
 class PinnedRanges(RangeTable):
     """Registered host memory, for what plays the driver: it answers as the driver does.
 
     Ranges are bytes, not pages: neighbours may share a page, and no byte is registered twice.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        _tables.add(self)
 
     def pin(self, address: int, nbytes: int, detail: str) -> None:
         """Register a range.
@@ -57,3 +67,12 @@ class PinnedRanges(RangeTable):
                     f"copy {at} of {len(sizes)}: the {name}, {int(sizes[at])} bytes at "
                     f"{int(addresses[at]):#x}, crosses the end of a registration",
                 )
+
+
+def _forked() -> None:
+    # What the parent registered is not mapped in the child: new memory may get the same addresses.
+    for table in list(_tables):
+        table.abandon()
+
+
+os.register_at_fork(after_in_child=_forked)

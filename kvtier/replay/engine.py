@@ -1,4 +1,4 @@
-"""Replay with real bytes: a trace served from tiers that are still filling, every block compared."""
+"""Replay with real bytes: a trace served from tiers that are still filling."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def replay_bytes(
 ) -> ReplayResult:
     """Serve requests from tiers of real memory and files.
 
-    Each block of a request is found in a level, or absent. The leading ones that are found are hits:
-    they are leased, brought to the hot level and compared byte for byte if they come from a lower
-    one. Behind the first absent block, those that are there are touched, and the absent ones are
-    "computed" into hot pages and stored.
+    Each block of a request is found in a level, or absent. The leading ones that are found are
+    hits: they are leased, brought to the hot level and compared byte for byte if they come from a
+    lower one. Behind the first absent block, those that are there are touched, and the absent ones
+    are "computed" into hot pages and stored.
 
     Parameters
     ----------
@@ -86,6 +86,7 @@ def replay_bytes(
             },
             verified_blocks=run.verified,
             corrupt_blocks=run.corrupt,
+            lost_blocks=run.lost,
             bytes_moved=stats.bytes_moved,
             first_request_done_seconds=first_done,
             host_tier_filled_seconds=filled[0] if filled else None,
@@ -107,6 +108,11 @@ class _Run:
         self.verified = 0
         self.corrupt = 0
         self.nanoseconds: list[int] = []
+
+    @property
+    def lost(self) -> int:
+        """Blocks that a failed copy cost."""
+        return self._cache.lost
 
     def serve(self, ids: Sequence[int]) -> None:
         """Serve one request."""

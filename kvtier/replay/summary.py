@@ -95,6 +95,8 @@ class ReplayResult:
     """Blocks compared byte for byte after they came back from a lower level."""
     corrupt_blocks: int | None = None
     """Those of them that differed."""
+    lost_blocks: int | None = None
+    """Blocks forgotten because a copy of them failed: misses that the tiers were to blame for."""
     bytes_moved: Mapping[str, int] | None = None
     """Bytes by pair of levels, such as ``"gpu->host"``."""
     first_request_done_seconds: float | None = None
@@ -134,6 +136,7 @@ class ReplayResult:
             "hits_by_level": {"gpu": 0, "host": 0, "disk": 0, **self.hits_by_level},
             "verified_blocks": self.verified_blocks,
             "corrupt_blocks": self.corrupt_blocks,
+            "lost_blocks": self.lost_blocks,
             "bytes_moved": None if moved is None else dict(moved),
             "seconds": self.seconds,
             "us_per_block_ref": self.us_per_block_ref,
@@ -175,7 +178,8 @@ def _facts(result: ReplayResult) -> Iterator[tuple[str, str, str]]:
     yield "hit rate", f"{result.hit_rate:.2%}", f"{result.hits:,} hits"
     if result.verified_blocks is not None:
         corrupt = f"{result.corrupt_blocks:,} CORRUPT" if result.corrupt_blocks else "none corrupt"
-        yield "verified", f"{result.verified_blocks:,}", f"blocks compared, {corrupt}"
+        lost = f", {result.lost_blocks:,} LOST to failed copies" if result.lost_blocks else ""
+        yield "verified", f"{result.verified_blocks:,}", f"blocks compared, {corrupt}{lost}"
     if result.first_request_done_seconds is not None:
         filled = result.host_tier_filled_seconds
         if filled is not None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
 import numpy as np
+
 from hostmem import CudaMemory, Device, Event
+from hostmem.units import align_up
 from kvtier.transfer.jobs import Dependencies
 from kvtier.transfer.lane import Lane
 from kvtier.transfer.memory import DiskPool, Ids, MemoryPool, PageMemory
@@ -17,6 +20,7 @@ from kvtier.transfer.staging import StagingBuffer
 __all__ = ["PageCopier"]
 
 _STAGING_BYTES = 32 << 20
+_STAGING_GRAIN = 4096  # O_DIRECT takes no other addresses
 _MOST_STAGED = 512
 _LEAST_STAGED = 2
 
@@ -33,7 +37,7 @@ class PageCopier:
     device : Device
         Who copies.
     largest_page : int
-        Bytes of the largest page; staging buffers have this size.
+        Bytes of the largest page; a staging buffer holds one.
     staged : bool
         Whether there is a level on disk.
     """
@@ -46,8 +50,9 @@ class PageCopier:
             undo.callback(self._up.close)
             self._staging: StagingBuffer | None = None
             if staged:
-                fits = min(_STAGING_BYTES // largest_page, _MOST_STAGED)
-                self._staging = StagingBuffer(device, largest_page, max(fits, _LEAST_STAGED))
+                size = align_up(largest_page, _STAGING_GRAIN)
+                fits = min(_STAGING_BYTES // size, _MOST_STAGED)
+                self._staging = StagingBuffer(device, size, max(fits, _LEAST_STAGED))
             undo.pop_all()
 
     def copy(
@@ -94,9 +99,29 @@ class PageCopier:
             return self._through_staging(near, near_ids, far, far_ids, after, up)
         file = cast(DiskPool, far.pools[0]).file
         pool = cast(MemoryPool, near.pools[0])
-        pool.wait_usable(near_ids)
+        after = replace(after, usable=partial(pool.wait_usable, near_ids))
         transfer = file.write if to_disk else file.read
         return [(len(near_ids), transfer(far_ids, pool.addresses(near_ids), after))]
+
+    def relocate(
+        self, memory: PageMemory, old_ids: Ids, new_ids: Ids, after: Dependencies
+    ) -> list[tuple[int, Event]]:
+        """Copy pages to other slots of the same level; see `copy`."""
+        pool = memory.pools[0]
+        if not isinstance(pool, DiskPool):
+            event = self._down.submit(partial(_plan_within, memory, old_ids, new_ids), after)
+            return [(len(old_ids), event)]
+        staging = self._staging
+        assert staging is not None, "a level on disk comes with a staging buffer"
+        events: list[tuple[int, Event]] = []
+        for first in range(0, len(old_ids), staging.count):
+            old, new = (ids[first : first + staging.count] for ids in (old_ids, new_ids))
+            buffers = staging.acquire(len(old))
+            read = pool.file.read(old, buffers, Dependencies(after.data))
+            written = pool.file.write(new, buffers, Dependencies((read,), after.fences))
+            staging.release(len(old), written)
+            events.append((len(old), written))
+        return events
 
     def _through_staging(
         self,
@@ -129,10 +154,11 @@ class PageCopier:
 
     def close(self) -> None:
         """Finish what was submitted and give threads, streams and buffers back."""
-        self._down.close()
-        self._up.close()
-        if self._staging is not None:
-            self._staging.close()
+        with contextlib.ExitStack() as stack:  # all of it, whatever one of them raises
+            if self._staging is not None:
+                stack.callback(self._staging.close)
+            stack.callback(self._up.close)
+            stack.callback(self._down.close)
 
 
 def _reachable(group: PageMemory) -> bool:
@@ -166,4 +192,15 @@ def _plan_buffers(
         else:
             part = CopyPlan.of(places, slots, memory.slot_size).merged(space, memory)
         parts.append(part)
+    return CopyPlan.joined(parts)
+
+
+def _plan_within(memory: PageMemory, old: Ids, new: Ids) -> CopyPlan:
+    """Plan the copies from slots to other slots of the same level, and merge them."""
+    parts = []
+    for pool in memory.pools:
+        space = cast(MemoryPool, pool)
+        space.wait_usable(new)
+        to, source = space.addresses(new), space.addresses(old)
+        parts.append(CopyPlan.of(to, source, space.slot_size).merged(space, space))
     return CopyPlan.joined(parts)

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from hostmem import DiskOOMError, HostEvent
+from hostmem import ClosedError, DiskOOMError, HostEvent
 from hostmem.files import read_ranges, write_ranges
 from hostmem.units import format_size
 from kvtier.transfer.jobs import Dependencies
@@ -87,13 +87,14 @@ class SlotFile:
         self._closed = False
         try:
             self.resize(slots)
+            for number in range(_WORKERS):
+                name = f"kvtier-disk-{number}"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
         except BaseException:
-            os.close(self._fd)
+            self.close()
             raise
-        for number in range(_WORKERS):
-            thread = threading.Thread(target=self._run, name=f"kvtier-disk-{number}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
 
     def _open(self) -> int:
         if self.slot_size % _DIRECT_GRAIN == 0:
@@ -139,6 +140,11 @@ class SlotFile:
             Where each slot's bytes are; they must stay until the event.
         after : Dependencies
             What must have happened before.
+
+        Raises
+        ------
+        ClosedError
+            The file was closed.
         """
         return self._submit(write_ranges, ids, addresses, after)
 
@@ -149,6 +155,8 @@ class SlotFile:
     def _submit(
         self, transfer: _Transfer, ids: Ids, addresses: Addresses, after: Dependencies
     ) -> HostEvent:
+        if self._closed:
+            raise ClosedError(f"the slots in {self.folder} were closed")
         requests = list(self._requests(ids, addresses))
         batch = _Batch(HostEvent(), len(requests), threading.Lock())
         if not requests:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from hostmem import Device, Event, HostEvent
+from hostmem import ClosedError, Device, Event, HostEvent
 from kvtier.transfer.jobs import Dependencies, TransferEvent
 from kvtier.transfer.plan import CopyPlan
 
@@ -46,7 +47,14 @@ class Lane:
             until memory is usable.
         after : Dependencies
             What must have happened before.
+
+        Raises
+        ------
+        ClosedError
+            The lane was closed: nobody would ever copy.
         """
+        if self._closed:
+            raise ClosedError("the copy lane was closed")
         event = TransferEvent()
         self._jobs.put((plan, after, event))
         return event
@@ -60,6 +68,8 @@ class Lane:
                 self._stream.copy(copies.destinations, copies.sources, copies.sizes)
                 event.submitted(self._stream.record())
             except BaseException as error:  # it belongs to whoever needs the copy
+                with contextlib.suppress(Exception):  # a GPU that fails ends all waits like this
+                    after.wait_finished()
                 event.failed(error)
             del job, plan, after, event
 

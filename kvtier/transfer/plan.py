@@ -18,7 +18,7 @@ class AddressSpace(Protocol):
     """A memory that knows where the driver's registrations of it end."""
 
     def registration_index(self, addresses: Addresses) -> NDArray[np.int64] | None:
-        """Number the registrations that hold addresses; None where copies may span anything."""
+        """Give the number of the registration that holds each address; None: copies may span."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,9 @@ class StagingBuffer:
         with self._changed:
             while self._free < n:
                 if self._given and (wait or self._given[0][1].query()):
-                    taken, event = self._given.popleft()
+                    taken, event = self._given[0]
                     event.wait_finished()
+                    self._given.popleft()  # only now: the wait can be interrupted
                     self._free += taken
                 elif wait:
                     self._changed.wait()

@@ -67,6 +67,7 @@ def test_the_json_of_a_replay_with_bytes_has_every_figure() -> None:
         "hits_by_level": {"gpu": 150, "host": 100, "disk": 0},
         "verified_blocks": 120,
         "corrupt_blocks": 0,
+        "lost_blocks": None,
         "bytes_moved": {"gpu->host": 3_145_728, "host->gpu": 1_048_576},
         "seconds": 2.0,
         "us_per_block_ref": 2_000.0,  # 2 s over 1,000 references

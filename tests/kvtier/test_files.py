@@ -1,0 +1,122 @@
+"""Vectored file I/O: many pieces, short transfers, files that end."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from hostmem._sys import linux
+from hostmem.files import read_ranges, write_ranges
+from hostmem.testing import FaultPlan
+
+Bytes = NDArray[np.uint8]
+Call = Callable[[int, NDArray[np.uint64], int], int]
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield descriptor
+    os.close(descriptor)
+
+
+def pieces(memory: Bytes, order: NDArray[np.int64], size: int) -> NDArray[np.uint64]:
+    """Give the addresses of pieces of a memory, in an order."""
+    base = int(memory.__array_interface__["data"][0])
+    return np.uint64(base) + order.astype(np.uint64) * np.uint64(size)
+
+
+def numbered(nbytes: int) -> Bytes:
+    return np.arange(nbytes, dtype=np.uint32).view(np.uint8)[:nbytes].copy()
+
+
+def test_more_pieces_than_one_call_takes_go_in_several(fd: int) -> None:
+    # 2,500 pieces are 1,024 and 1,024 and 452.
+    source, back = numbered(2500 * 64), np.zeros(2500 * 64, np.uint8)
+    order = np.arange(2500)[::-1]
+    with FaultPlan() as plan:
+        write_ranges(fd, 128, pieces(source, order, 64), 64)
+        read_ranges(fd, 128, pieces(back, order, 64), 64)
+        for name in ("pwritev", "preadv"):
+            assert [(n, offset) for _, n, offset in plan.calls(name)] == [
+                (1024, 128),
+                (1024, 128 + 1024 * 64),
+                (452, 128 + 2048 * 64),
+            ]
+    assert np.array_equal(back, source)
+    # Piece i of the file is where the i-th address pointed: the last piece of the memory first.
+    assert os.pread(fd, 64, 128) == source[-64:].tobytes()
+    assert os.fstat(fd).st_size == 128 + 2500 * 64
+
+
+def test_no_pieces_are_no_call(fd: int) -> None:
+    with FaultPlan() as plan:
+        write_ranges(fd, 0, np.empty(0, np.uint64), 64)
+        assert plan.calls("pwritev") == []
+
+
+def cut(call: Call, most: int) -> Call:
+    """Make a call that transfers no more than so many bytes, as the kernel may."""
+
+    def short(fd: int, table: NDArray[np.uint64], offset: int) -> int:
+        ends = np.cumsum(table[:, 1])
+        n = int(np.searchsorted(ends, most, side="left")) + 1
+        part = table[:n].copy()
+        over = int(part[:, 1].sum()) - most
+        if over > 0:
+            part[-1, 1] -= np.uint64(over)
+        return call(fd, part, offset)
+
+    return short
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    n=st.integers(1, 12), size=st.integers(1, 50), most=st.integers(1, 120), start=st.integers(0, 9)
+)
+def test_short_transfers_are_continued_where_they_ended(
+    fd: int, monkeypatch: pytest.MonkeyPatch, n: int, size: int, most: int, start: int
+) -> None:
+    source, back = numbered(n * size), np.zeros(n * size, np.uint8)
+    order = np.arange(n)
+    with monkeypatch.context() as patch:
+        patch.setattr(linux, "pwritev", cut(linux.pwritev, most))
+        patch.setattr(linux, "preadv", cut(linux.preadv, most))
+        write_ranges(fd, start, pieces(source, order, size), size)
+        read_ranges(fd, start, pieces(back, order, size), size)
+    assert np.array_equal(back, source)
+    assert os.pread(fd, n * size, start) == source.tobytes()
+
+
+def test_a_file_that_ends_too_early_is_an_error(fd: int) -> None:
+    os.pwrite(fd, b"x" * 100, 0)
+    with pytest.raises(OSError, match="the file ends at 100") as caught:
+        read_ranges(fd, 0, pieces(np.zeros(128, np.uint8), np.arange(2), 64), 64)
+    assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_what_the_kernel_says_is_passed_on(fd: int, number: int) -> None:
+    with FaultPlan() as plan:
+        plan.fail("pwritev", number)
+        with pytest.raises(OSError, match="pwritev of 64 bytes at file offset 192") as caught:
+            write_ranges(fd, 192, pieces(numbered(64), np.arange(1), 64), 64)
+    assert caught.value.errno == number
+
+
+def test_an_interrupted_call_is_made_again(fd: int) -> None:
+    source: Any = numbered(64)
+    with FaultPlan() as plan:
+        plan.fail("pwritev", errno.EINTR, times=3)
+        write_ranges(fd, 0, pieces(source, np.arange(1), 64), 64)
+        assert len(plan.calls("pwritev")) == 4
+    assert os.pread(fd, 64, 0) == source.tobytes()
