@@ -67,7 +67,7 @@ def _follow(memory: HostMem) -> None:
     live = sys.stderr.isatty()
     while not memory.is_usable(memory.size):
         if live:
-            print(f"\r{str(memory.progress):<72}", end="", file=sys.stderr, flush=True)
+            print(f"\r{memory.progress!s:<72}", end="", file=sys.stderr, flush=True)
         try:
             memory.wait_usable(memory.size, timeout=_PERIOD if live else None)
         except TimeoutError:

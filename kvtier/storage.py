@@ -376,6 +376,7 @@ class TierStorage:
             A live view holds memory that would go.
         """
         with self.lock:
+            self._check_open()
             changed = self.levels[level]
             old = [group.slots.n_slots for group in changed.groups]
             new = self._slots_for(changed, parse_size(quota, "quota"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from functools import cached_property
@@ -16,6 +17,8 @@ from hostmem.device.base import Device, Stream
 from hostmem.device.events import Event
 from hostmem.errors import CuError
 from hostmem.machine import machine, node_of_pci_device
+
+_POLL = 0.0005  # seconds
 
 __all__ = ["CudaDevice", "CudaEvent", "CudaStream", "harmless_after_shutdown"]
 
@@ -134,7 +137,8 @@ class CudaEvent(Event):
 
     def synchronize(self, timeout: float | None = None) -> None:
         if timeout is not None:
-            raise ValueError("timeout: a GPU's event is waited for without one; use query()")
+            self._poll(time.monotonic() + timeout, timeout)
+            return
         with self._lock:
             handle = self._handle
             if handle is None:
@@ -147,6 +151,13 @@ class CudaEvent(Event):
                 self._waiting -= 1
         with self._lock:
             self._finish()
+
+    def _poll(self, deadline: float, timeout: float) -> None:
+        """Wait with a limit, which the driver's own wait does not have."""
+        while not self.query():
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"the work had not finished after {timeout} s")
+            time.sleep(_POLL)
 
     @property
     def error(self) -> BaseException | None:

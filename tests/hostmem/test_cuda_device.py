@@ -197,10 +197,24 @@ def test_an_event_that_is_waited_for_is_not_used_again() -> None:
     stream.close()
 
 
-def test_an_event_is_asked_about_and_not_waited_for_with_a_timeout() -> None:
+def test_a_wait_for_an_event_ends_with_its_timeout_and_the_event_stays() -> None:
     stream = CudaDevice(0, driver=FakeDriver()).stream()
-    with pytest.raises(ValueError, match="timeout"):
-        stream.record().synchronize(timeout=1.0)
+    source, destination = np.ones(8, np.uint8), np.zeros(8, np.uint8)
+    to, start = (
+        np.array([array.__array_interface__["data"][0]], np.uint64)
+        for array in (destination, source)
+    )
+    with FaultPlan() as plan:
+        copying = plan.hold("process_vm_readv")
+        stream.copy(to, start, np.array([8], np.uint64))
+        event = stream.record()
+        with pytest.raises(TimeoutError):
+            event.synchronize(timeout=0.002)
+        assert not event.query()
+        copying.release()
+        event.synchronize(timeout=10.0)
+    assert event.query()
+    assert (destination == 1).all()
     stream.close()
 
 

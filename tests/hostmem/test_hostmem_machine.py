@@ -169,7 +169,8 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.memory.close()
             except BaseException:
                 import traceback, sys
-                open("/tmp/h1/trace.txt","a").write(traceback.format_exc())
+
+                open("/tmp/h1/trace.txt", "a").write(traceback.format_exc())
                 raise
             device = resolve_device("cpu")
             assert isinstance(device, CpuDevice)

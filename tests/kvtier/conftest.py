@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -58,7 +59,7 @@ def nothing_is_left(cpu: CpuDevice) -> Iterator[None]:
     yield
     deadline = time.monotonic() + _DEADLINE
     while _threads() and time.monotonic() < deadline:
-        os.sched_yield()  # the stream of a fake driver ends on its own
+        gc.collect()  # the stream of a fake driver ends on its own, when nothing refers to it
     assert _threads() == []
     assert list(cpu.registered) == []
     assert _descriptors() <= before
@@ -177,9 +178,7 @@ class Tiers:
         if host:
             tiers.append(HostCacheTierConfig(host * unit, host * unit))
         if disk:
-            tiers.append(
-                DiskCacheTierConfig(disk * unit, str(folder or self.folder), disk * unit)
-            )
+            tiers.append(DiskCacheTierConfig(disk * unit, str(folder or self.folder), disk * unit))
         return KVCacheManagerConfig(
             16, tiers, layers or [AttentionLayerConfig(0, [BufferConfig("kv", page)])]
         )

@@ -188,9 +188,7 @@ def test_a_gpu_waits_for_its_own_copies_itself() -> None:
             held = plan.hold("process_vm_readv")
             one = lanes[0].submit(lambda: copying(buffer(), buffer()), NOTHING)
             held.wait_reached()
-            two = lanes[1].submit(
-                lambda: copying(buffer(), buffer()), Dependencies(fences=(one,))
-            )
+            two = lanes[1].submit(lambda: copying(buffer(), buffer()), Dependencies(fences=(one,)))
             # Submitted although the first copy is not over: no thread of ours waits for it.
             two.wait_submitted()
             assert not one.query()

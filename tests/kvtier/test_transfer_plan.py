@@ -40,7 +40,10 @@ def rows(copies: CopyPlan) -> list[tuple[int, int, int]]:
     """Give (destination, source, bytes) of every descriptor."""
     return list(
         zip(
-            copies.destinations.tolist(), copies.sources.tolist(), copies.sizes.tolist(), strict=True
+            copies.destinations.tolist(),
+            copies.sources.tolist(),
+            copies.sizes.tolist(),
+            strict=True,
         )
     )
 
@@ -100,9 +103,7 @@ def test_a_merged_plan_copies_the_same_bytes_in_the_fewest_descriptors(
     # A descriptor begins only where none can be continued.
     there = set(moves)
     begins = [
-        (d, s)
-        for d, s in moves
-        if (d - 1, s - 1) not in there or d in far_ends or s in near_ends
+        (d, s) for d, s in moves if (d - 1, s - 1) not in there or d in far_ends or s in near_ends
     ]
     assert len(rows(merged)) == len(begins)
 
