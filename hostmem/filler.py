@@ -34,6 +34,7 @@ _PIECE = 2 * _MIB
 _FIRST_PIECE = _MIB // 2  # so that the threads share the first registrations, too
 _SMALL_UNTIL = 8 * _MIB
 _AHEAD = 64 * _MIB  # populated and not yet registered, at most
+_LARGEST_GRANT = 1024 * _MIB
 _MOST_THREADS = 12  # the kernel's page allocation does not scale past this
 
 
@@ -376,8 +377,10 @@ class Filler:
         page = self._reservation.page_size
         end = min(align_up(start + 1, max(size, page)), align_up(self._target, page))
         if end > self._granted:
-            unit_end = align_up(align_down(end - 1, self._unit) + self._unit, page)
-            grant = min(max(end, unit_end), align_up(self._target, page))
+            # A change of access waits for all who are populating, and they for it: fewer, larger
+            # ones as the fill goes on.
+            step = min(max(self._granted, self._unit), _LARGEST_GRANT)
+            grant = align_up(min(max(end, self._granted + step), self._target), page)
             try:
                 self._reservation.allow(self._granted, grant)
             except (OSError, HostOOMError) as error:

@@ -150,8 +150,12 @@ class Watermark:
                 settled, waiter.settled = waiter.settled, True
         if not settled:
             raise self._timeout(end, timeout)
-        if waiter.outcome is not None:
-            raise waiter.outcome
+        outcome, waiter.outcome = waiter.outcome, None
+        if outcome is not None:
+            try:
+                raise outcome
+            finally:
+                del outcome  # else error and frame hold each other, and the callers' views
 
     def add_callback(self, end: int, function: Callable[[Outcome], object]) -> _Callback:
         """Call ``function(error_or_None)`` once when ``end`` is usable or settled not to be.
@@ -185,7 +189,10 @@ class Watermark:
         """Tell whether ``end`` is usable (True), still coming (False), or raise why not."""
         error = self._refusal(end)
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # as in wait()
         return end <= self.usable_end
 
     def _refusal(self, end: int) -> Outcome:

@@ -94,8 +94,9 @@ def test_v2_a_part_of_the_hierarchy_may_be_mounted(tmp_path: Path) -> None:
 
 def test_v2_a_group_outside_the_mounted_part_has_the_limits_of_its_top(tmp_path: Path) -> None:
     mount = V2_MOUNT.replace(" / /sys", " /docker/abc /sys")
-    root = lay_out(tmp_path, "0::/system.slice", mount, {"memory.max": str(GIB)})
-    assert memory_limit(root) == GIB
+    # The group of the same name inside it is another one.
+    files = {"memory.max": str(GIB), "system.slice/memory.max": "1"}
+    assert memory_limit(lay_out(tmp_path, "0::/system.slice", mount, files)) == GIB
 
 
 # --------------------------------------------------------------------------------- version 1

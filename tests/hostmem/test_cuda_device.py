@@ -142,6 +142,7 @@ def test_a_closed_stream_is_destroyed_once() -> None:
     stream = CudaDevice(0, driver=FakeDriver()).stream()
     with FaultPlan() as plan:
         stream.close()
+        assert len(plan.calls("cuStreamDestroy")) == 1
         stream.close()
         del stream
         gc.collect()

@@ -245,6 +245,16 @@ def test_each_device_has_its_own_memory() -> None:
     assert [driver.memory_info(n)[0] for n in range(2)] == [16 * MIB, 12 * MIB]
 
 
+def test_unmapped_device_memory_takes_no_host_memory() -> None:
+    driver = FakeDriver()
+    address = driver.memory_reserve(0, 2 * MIB)
+    driver.memory_map(0, address, 2 * MIB)
+    linux.touch(address, 2 * MIB)
+    driver.memory_unmap(0, address, 2 * MIB)
+    assert int(linux.node_of_pages(u64(address))[0]) < 0
+    driver.memory_release(0, address, 2 * MIB)
+
+
 def test_a_reservation_is_not_released_while_memory_is_mapped_in_it() -> None:
     driver = FakeDriver()
     address = driver.memory_reserve(0, 4 * MIB)

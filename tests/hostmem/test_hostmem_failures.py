@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import mmap
 import pickle
@@ -227,6 +228,38 @@ def test_waiting_in_the_constructor_raises_what_went_wrong_and_keeps_nothing(
 
 
 # ------------------------------------------------------------------------------ populating
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_an_error_that_was_handled_holds_no_view(
+    plan: FaultPlan, waiting: Waiting, spawn: Spawn, until: Until
+) -> None:
+    def use(memory: HostMem) -> int:
+        view = memory.view(0, MIB)
+        try:
+            memory.wait_usable(SIZE, 20)
+        except HostmemError:
+            return view.nbytes
+        pytest.fail("it was to fail")
+
+    hold = plan.hold(POPULATE, at=3)
+    plan.fail(POPULATE, errno.ENOMEM, at=3)
+    memory = HostMem(SIZE, device="cpu", fill_threads=1)
+    hold.wait_reached()
+    parked = spawn(use, memory)
+    until(lambda: memory._mark.waiting)
+    hold.release()
+    assert parked.result(10) == MIB  # told while it waited
+    assert use(memory) == MIB  # told at once
+    memory.close()
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])

@@ -165,13 +165,7 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         try:
             self.views.clear()
-            try:
-                self.memory.close()
-            except BaseException:
-                import traceback, sys
-
-                open("/tmp/h1/trace.txt", "a").write(traceback.format_exc())
-                raise
+            self.memory.close()
             device = resolve_device("cpu")
             assert isinstance(device, CpuDevice)
             assert list(device.registered) == []

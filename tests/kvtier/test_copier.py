@@ -1,0 +1,348 @@
+"""The page copier: every pair of memories, whole pages on one side and pools on the other."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from hostmem import CpuDevice, CudaDevice, CudaMemory, Device, Event, HostEvent, HostMem
+from hostmem.testing import FakeDriver, FaultPlan
+from kvtier import PageCopier
+from kvtier.transfer import copier as copier_module
+from kvtier.transfer.disk import SlotFile
+from kvtier.transfer.jobs import Dependencies
+from kvtier.transfer.memory import DiskPool, MemoryPool, PageMemory
+
+if TYPE_CHECKING:
+    from tests.kvtier.conftest import Gate, Spawn, Tiers
+
+NOTHING = Dependencies()
+PAGES = 16
+HOT = {"one-pool": (12288,), "three-pools": (4096, 2048, 6144), "odd": (5000,)}
+Bytes = NDArray[np.uint8]
+
+
+class Bench:
+    """Memories of one pool group, and a copier between them."""
+
+    def __init__(self, device: Device, folder: Path, tiers: Tiers, stack: ExitStack) -> None:
+        self.device = device
+        self._folder = folder
+        self._tiers = tiers
+        self._stack = stack
+
+    def copier(self, page: int, *, staged: bool = True) -> PageCopier:
+        copier = PageCopier(self.device, page, staged=staged)
+        self._stack.callback(copier.close)
+        return copier
+
+    def host(self, *sizes: int, pages: int = PAGES) -> PageMemory:
+        """Make pools in host memory, in several registrations."""
+        pools = []
+        for size in sizes:
+            unit = size * 4
+            memory = HostMem(
+                pages * size, device=self.device, slot_size=size, commit_unit=unit, wait=True
+            )
+            self._stack.callback(memory.close)
+            pools.append(MemoryPool(memory, size))
+        return PageMemory(pools)
+
+    def gpu(self, *sizes: int) -> PageMemory:
+        """Make pools in the memory of a GPU."""
+        pools = []
+        for size in sizes:
+            assert isinstance(self.device, CudaDevice)
+            memory = CudaMemory(self.device, PAGES * size, PAGES * size, PAGES * size)
+            self._stack.callback(memory.close)
+            pools.append(MemoryPool(memory, size))
+        return PageMemory(pools)
+
+    def hot(self, *sizes: int) -> PageMemory:
+        return self.gpu(*sizes) if self.device.kind == "cuda" else self.host(*sizes)
+
+    def disk(self, size: int) -> PageMemory:
+        file = SlotFile(str(self._folder), size, PAGES)
+        self._stack.callback(file.close)
+        return PageMemory([DiskPool(file)])
+
+    def slot(self, pool: Any, slot: int) -> Bytes:
+        assert isinstance(pool, MemoryPool)
+        return self._tiers.raw(pool.memory.address + slot * pool.slot_size, pool.slot_size)
+
+    def put(self, memory: PageMemory, *slots: int) -> list[Bytes]:
+        """Write something of its own into each page; give the pages."""
+        pages = [self._tiers.content(slot + 1, memory.page_bytes) for slot in slots]
+        for slot, page in zip(slots, pages, strict=True):
+            for pool, offset in zip(memory.pools, memory.offsets, strict=True):
+                self.slot(pool, slot)[:] = page[offset : offset + pool.slot_size]
+        return pages
+
+    def get(self, memory: PageMemory, slot: int) -> Bytes:
+        return np.concatenate([self.slot(pool, slot) for pool in memory.pools])
+
+
+@pytest.fixture(params=["cpu", "gpu-like"])
+def device(request: pytest.FixtureRequest, cpu: CpuDevice) -> Device:
+    return cpu if request.param == "cpu" else CudaDevice(0, driver=FakeDriver())
+
+
+@pytest.fixture
+def bench(device: Device, tmp_path: Path, tiers: Tiers) -> Iterator[Bench]:
+    with ExitStack() as stack:
+        yield Bench(device, tmp_path, tiers, stack)
+
+
+@pytest.fixture
+def few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the staging buffer hold three pages of 12 KiB."""
+    monkeypatch.setattr(copier_module, "_STAGING_BYTES", 3 * 12288)
+
+
+def ids(*slots: int) -> NDArray[np.int32]:
+    return np.array(slots, np.int32)
+
+
+def finish(events: list[tuple[int, Event]]) -> list[int]:
+    """Wait for a copy; give how many pages each of its events stands for."""
+    for _, event in events:
+        event.synchronize()
+    return [count for count, _ in events]
+
+
+# ------------------------------------------------------------------------ the pairs of kinds
+
+
+@pytest.mark.parametrize("sizes", HOT.values(), ids=HOT)
+def test_pages_go_from_hot_pools_to_whole_pages_of_the_host_and_back(
+    bench: Bench, sizes: tuple[int, ...]
+) -> None:
+    copier, hot, host = bench.copier(sum(sizes)), bench.hot(*sizes), bench.host(sum(sizes))
+    pages = bench.put(hot, 3, 4, 5, 15, 0)
+    down = copier.copy(hot, ids(3, 4, 5, 15, 0), host, ids(7, 8, 9, 2, 10), NOTHING, up=False)
+    assert finish(down) == [5]
+    # A cold page is its hot slots, one behind the other.
+    for slot, page in zip((7, 8, 9, 2, 10), pages, strict=True):
+        assert np.array_equal(bench.get(host, slot), page)
+    up = copier.copy(host, ids(7, 8, 9, 2, 10), hot, ids(1, 2, 12, 13, 14), NOTHING, up=True)
+    assert finish(up) == [5]
+    for slot, page in zip((1, 2, 12, 13, 14), pages, strict=True):
+        assert np.array_equal(bench.get(hot, slot), page)
+
+
+@pytest.mark.parametrize("sizes", HOT.values(), ids=HOT)
+def test_pages_go_from_hot_pools_to_disk_and_back(
+    bench: Bench, sizes: tuple[int, ...]
+) -> None:
+    copier, hot, disk = bench.copier(sum(sizes)), bench.hot(*sizes), bench.disk(sum(sizes))
+    pages = bench.put(hot, 3, 4, 5, 15, 0)
+    finish(copier.copy(hot, ids(3, 4, 5, 15, 0), disk, ids(7, 8, 9, 2, 10), NOTHING, up=False))
+    finish(copier.copy(disk, ids(7, 8, 9, 2, 10), hot, ids(1, 2, 12, 13, 14), NOTHING, up=True))
+    for slot, page in zip((1, 2, 12, 13, 14), pages, strict=True):
+        assert np.array_equal(bench.get(hot, slot), page)
+
+
+def test_pages_go_from_the_host_to_disk_and_from_there_to_hot_pools(bench: Bench) -> None:
+    copier, hot = bench.copier(12288), bench.hot(4096, 2048, 6144)
+    host, disk = bench.host(12288), bench.disk(12288)
+    pages = bench.put(host, 6, 2, 3)
+    finish(copier.copy(host, ids(6, 2, 3), disk, ids(0, 1, 9), NOTHING, up=False))
+    finish(copier.copy(disk, ids(9, 0, 1), hot, ids(4, 5, 6), NOTHING, up=True))
+    assert np.array_equal(bench.get(hot, 4), pages[2])
+    assert np.array_equal(bench.get(hot, 5), pages[0])
+    assert np.array_equal(bench.get(hot, 6), pages[1])
+
+
+def test_other_slots_are_left_alone(bench: Bench) -> None:
+    copier, hot, host = bench.copier(4096), bench.hot(4096), bench.host(4096)
+    others = [slot for slot in range(PAGES) if slot not in (3, 4)]
+    pages = bench.put(host, *others)
+    bench.put(hot, 0, 1)
+    finish(copier.copy(hot, ids(0, 1), host, ids(3, 4), NOTHING, up=False))
+    for slot, page in zip(others, pages, strict=True):
+        assert np.array_equal(bench.get(host, slot), page)
+
+
+# --------------------------------------------------------------------------------- requests
+
+
+def test_a_batch_is_one_submission_and_neighbours_one_descriptor_inside_a_registration(
+    cpu: CpuDevice, tmp_path: Path, tiers: Tiers
+) -> None:
+    with ExitStack() as stack:
+        bench = Bench(cpu, tmp_path, tiers, stack)
+        copier, hot, host = bench.copier(4096), bench.host(4096), bench.host(4096)
+        with FaultPlan() as plan:
+            finish(
+                copier.copy(hot, ids(*range(8)), host, ids(*range(2, 10)), NOTHING, up=False)
+            )
+            # Registrations hold four slots: the sources end one at 4, the destinations (shifted
+            # by two) at 4 and 8, that is before the sources 2 and 6. 0-1, 2-3, 4-5, 6-7.
+            assert plan.calls("cuMemcpyBatchAsync") == [(4,)]
+
+
+@pytest.mark.usefixtures("few_buffers")
+def test_more_pages_than_staging_buffers_go_in_parts_with_an_event_each(bench: Bench) -> None:
+    sizes = (4096, 8192)  # two pools: the file cannot read into a page
+    copier, hot, disk = bench.copier(12288), bench.hot(*sizes), bench.disk(12288)
+    slots = ids(0, 2, 4, 6, 8, 10, 12)
+    pages = bench.put(hot, *slots.tolist())
+    assert finish(copier.copy(hot, slots, disk, slots, NOTHING, up=False)) == [3, 3, 1]
+    back = slots + np.int32(1)
+    assert finish(copier.copy(disk, slots, hot, back, NOTHING, up=True)) == [3, 3, 1]
+    for slot, page in zip(back.tolist(), pages, strict=True):
+        assert np.array_equal(bench.get(hot, slot), page)
+
+
+@pytest.mark.odirect
+@pytest.mark.usefixtures("few_buffers")
+def test_pages_of_whole_blocks_go_through_buffers_made_for_larger_odd_pages(bench: Bench) -> None:
+    """Direct I/O takes aligned memory only; the largest page is of another group."""
+    copier, hot, disk = bench.copier(10000), bench.hot(4096, 4096), bench.disk(8192)
+    pages = bench.put(hot, 0, 1, 2)
+    finish(copier.copy(hot, ids(0, 1, 2), disk, ids(3, 1, 5), NOTHING, up=False))
+    finish(copier.copy(disk, ids(3, 1, 5), hot, ids(4, 5, 6), NOTHING, up=True))
+    for slot, page in zip((4, 5, 6), pages, strict=True):
+        assert np.array_equal(bench.get(hot, slot), page)
+
+
+# ----------------------------------------------------------------------------- dependencies
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("up", [False, True], ids=["down", "up"])
+def test_nothing_is_written_before_its_fences(
+    bench: Bench, gate: Callable[[], Gate], kind: str, up: bool
+) -> None:
+    copier, hot = bench.copier(4096), bench.hot(4096)
+    cold = bench.host(4096) if kind == "host" else bench.disk(4096)
+    fence = gate()
+    (page,) = bench.put(hot, 0)
+    finish(copier.copy(hot, ids(0), cold, ids(5), NOTHING, up=False))
+    bench.put(hot, 1)
+    source, to = (cold, hot) if up else (hot, cold)
+    from_, at = (5, 2) if up else (1, 5)
+    ((_, event),) = copier.copy(
+        source, ids(from_), to, ids(at), Dependencies(fences=(fence,)), up=up
+    )
+    fence.wait_asked()
+    assert not event.query()
+    # What the fence protects is untouched: slot 2 of the hot level, or page 5 of the cold one.
+    if up:
+        assert not bench.get(hot, 2).any()
+    else:
+        finish(copier.copy(cold, ids(5), hot, ids(9), NOTHING, up=True))
+        assert np.array_equal(bench.get(hot, 9), page)
+    fence.set()
+    event.synchronize()
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("up", [False, True], ids=["down", "up"])
+def test_failed_data_fails_the_copy_and_writes_nothing(
+    bench: Bench, kind: str, up: bool
+) -> None:
+    copier, hot = bench.copier(4096), bench.hot(4096)
+    cold = bench.host(4096) if kind == "host" else bench.disk(4096)
+    data = HostEvent()
+    data.set(OSError(errno.EIO, "the disk is gone"))
+    source, to = (cold, hot) if up else (hot, cold)
+    bench.put(hot, 1)
+    with FaultPlan() as plan:
+        ((_, event),) = copier.copy(source, ids(1), to, ids(2), Dependencies((data,)), up=up)
+        with pytest.raises(OSError, match="the disk is gone"):
+            event.synchronize()
+        assert plan.calls("pwritev") == plan.calls("preadv") == []
+        assert plan.calls("process_vm_readv") == []
+
+
+@pytest.mark.parametrize("sizes", [(12288,), (4096, 8192)], ids=["direct", "staged"])
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_disk_that_fails_fails_the_copy(
+    bench: Bench, sizes: tuple[int, ...], call: str
+) -> None:
+    copier, hot, disk = bench.copier(12288), bench.hot(*sizes), bench.disk(12288)
+    pages = bench.put(hot, 1)
+    with FaultPlan() as plan:
+        plan.fail(call, errno.EIO)
+        down = copier.copy(hot, ids(1), disk, ids(3), NOTHING, up=False)
+        if call == "pwritev":
+            with pytest.raises(OSError, match="pwritev"):
+                finish(down)
+        else:
+            finish(down)
+            with pytest.raises(OSError, match="preadv"):
+                finish(copier.copy(disk, ids(3), hot, ids(2), NOTHING, up=True))
+    # The copier goes on.
+    finish(copier.copy(hot, ids(1), disk, ids(3), NOTHING, up=False))
+    finish(copier.copy(disk, ids(3), hot, ids(2), NOTHING, up=True))
+    assert np.array_equal(bench.get(hot, 2), pages[0])
+
+
+def test_a_copy_into_memory_that_is_still_being_filled_waits_for_it_and_the_caller_does_not(
+    cpu: CpuDevice, tmp_path: Path, tiers: Tiers
+) -> None:
+    with ExitStack() as stack:
+        bench = Bench(cpu, tmp_path, tiers, stack)
+        copier, hot, disk = bench.copier(4096), bench.host(4096), bench.disk(4096)
+        (page,) = bench.put(hot, 1)
+        plan = stack.enter_context(FaultPlan())
+        held = plan.hold("cuMemHostRegister")
+        memory = HostMem(PAGES * 4096, device=cpu, slot_size=4096, commit_unit=PAGES * 4096)
+        stack.callback(memory.close)
+        stack.callback(held.release)
+        filling = PageMemory([MemoryPool(memory, 4096)])
+        ((_, down),) = copier.copy(hot, ids(1), filling, ids(3), NOTHING, up=False)
+        on = Dependencies((down,))
+        ((_, away),) = copier.copy(filling, ids(3), disk, ids(0), on, up=False)
+        held.wait_reached()
+        assert not down.query()
+        assert not away.query()
+        held.release()
+        away.synchronize()
+        finish(copier.copy(disk, ids(0), hot, ids(2), NOTHING, up=True))
+        assert np.array_equal(bench.get(hot, 2), page)
+
+
+# ------------------------------------------------------------------------------------ close
+
+
+def test_closing_finishes_what_was_submitted(bench: Bench, spawn: Spawn) -> None:
+    copier, hot, disk = bench.copier(12288), bench.hot(4096, 8192), bench.disk(12288)
+    bench.put(hot, 1)
+    with FaultPlan() as plan:
+        held = plan.hold("pwritev")
+        ((_, event),) = copier.copy(hot, ids(1), disk, ids(3), NOTHING, up=False)
+        held.wait_reached()
+        closing = spawn(copier.close)
+        assert not closing.done()
+        held.release()
+        closing.result(20)
+    assert event.query()
+    assert event.error is None
+
+
+def test_closing_gives_everything_back_although_one_stream_fails(tmp_path: Path) -> None:
+    driver = FakeDriver()
+    copier = PageCopier(CudaDevice(0, driver=driver), 4096, staged=True)
+    assert list(driver.registered) != []
+    with FaultPlan() as plan:
+        plan.fail("cuStreamSynchronize", 700)
+        with pytest.raises(Exception, match="cuStreamSynchronize"):
+            copier.close()
+    assert list(driver.registered) == []
+    copier.close()
+
+
+def test_a_staging_buffer_that_cannot_be_had_leaves_no_thread(cpu: CpuDevice) -> None:
+    with FaultPlan() as plan:
+        plan.fail("madvise(MADV_POPULATE_WRITE)", errno.ENOMEM)
+        with pytest.raises(MemoryError):
+            PageCopier(cpu, 4096, staged=True)
