@@ -88,17 +88,16 @@ class RangeTable:
         """Give the index in the sorted table of the range that holds each value, or -1."""
         return _index(values, *self._arrays())
 
-    def first_spanning(self, starts: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> int | None:
-        """Find the first of the given ranges that begins and ends in different places of the table.
+    def first_leaving(self, starts: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> int | None:
+        """Find the first of the given ranges that begins in a range of the table and leaves it.
 
-        Two ranges of the table, or one and the space outside, are different places. Sizes are at
-        least 1.
+        Ending in the next range of the table is leaving, too. Sizes are at least 1.
         """
         # One snapshot for both ends: a range added in between would shift the numbers.
         snapshot = self._arrays()
         first = _index(starts, *snapshot)
         last = _index(starts + sizes - np.uint64(1), *snapshot)
-        bad = np.flatnonzero(first != last)
+        bad = np.flatnonzero((first >= 0) & (first != last))
         return int(bad[0]) if len(bad) else None
 
     def _arrays(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:

@@ -35,7 +35,8 @@ class Stream(abc.ABC):
         Raises
         ------
         CuError
-            INVALID_VALUE: a range crosses the end of a registration. Nothing was submitted.
+            INVALID_VALUE: a range begins in a registration and crosses its end. Part of the batch
+            may have been submitted: what is recorded next stands for that part, too.
         """
 
     @abc.abstractmethod

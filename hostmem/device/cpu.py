@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hostmem._sys import linux
-from hostmem._sys.driver import stand_in
+from hostmem._sys.driver import Result, refuse, stand_in
 from hostmem.device.base import Device, Stream
 from hostmem.device.events import Event, HostEvent
 from hostmem.device.pinned import PinnedRanges
@@ -84,9 +84,17 @@ class CpuStream(Stream):
         if not len(sizes):
             return
         stand_in("cuMemcpyBatchAsync", len(sizes))
-        self._registered.check_copies(destinations, sources, sizes)
-        worker, arrays = self._worker, (destinations.copy(), sources.copy(), sizes.copy())
-        worker.submit(lambda: worker.copy(*arrays))
+        refused = self._registered.first_refused(destinations, sources, sizes)
+        # Like the driver, it may have submitted what comes before the copy that it refuses.
+        n = len(sizes) if refused is None else refused[0]
+        worker, arrays = (
+            self._worker,
+            (destinations[:n].copy(), sources[:n].copy(), sizes[:n].copy()),
+        )
+        if n:
+            worker.submit(lambda: worker.copy(*arrays))
+        if refused is not None:
+            refuse(Result.INVALID_VALUE, "cuMemcpyBatchAsync", refused[1])
 
     def call(self, function: Callable[[], None]) -> None:
         """Submit a function of the host; it runs on the stream's thread, in order."""

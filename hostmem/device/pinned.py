@@ -45,28 +45,43 @@ class PinnedRanges(RangeTable):
             refuse(code, "cuMemHostRegister", f"{detail}: {error}")
 
     def unpin(self, address: int, detail: str) -> None:
-        """Undo `pin`; CuError HOST_MEMORY_NOT_REGISTERED where none began at ``address``."""
+        """Undo `pin`.
+
+        Raises
+        ------
+        CuError
+            INVALID_VALUE: the range that holds ``address`` begins before it.
+            HOST_MEMORY_NOT_REGISTERED: none holds it.
+        """
         try:
             self.remove(address)
         except KeyError:
-            refuse(Result.HOST_MEMORY_NOT_REGISTERED, "cuMemHostUnregister", detail)
+            inside = self.at(address) is not None
+            code = Result.INVALID_VALUE if inside else Result.HOST_MEMORY_NOT_REGISTERED
+            refuse(code, "cuMemHostUnregister", detail)
 
-    def check_copies(
+    def first_refused(
         self,
         destinations: NDArray[np.uint64],
         sources: NDArray[np.uint64],
         sizes: NDArray[np.uint64],
-    ) -> None:
-        """Refuse a batch, with CuError INVALID_VALUE, if a range crosses a registration's end."""
+    ) -> tuple[int, str] | None:
+        """Find the first copy of a batch that crosses the end of a registration, and say which.
+
+        A range that begins in unregistered memory may end in a registration, not the reverse.
+        """
+        found = []
         for name, addresses in (("destination", destinations), ("source", sources)):
-            at = self.first_spanning(addresses, sizes)
+            at = self.first_leaving(addresses, sizes)
             if at is not None:
-                refuse(
-                    Result.INVALID_VALUE,
-                    "cuMemcpyBatchAsync",
-                    f"copy {at} of {len(sizes)}: the {name}, {int(sizes[at])} bytes at "
-                    f"{int(addresses[at]):#x}, crosses the end of a registration",
-                )
+                found.append((at, name, int(addresses[at])))
+        if not found:
+            return None
+        at, name, address = min(found)
+        return at, (
+            f"copy {at} of {len(sizes)}: the {name}, {int(sizes[at])} bytes at {address:#x}, "
+            "crosses the end of a registration"
+        )
 
 
 def _forked() -> None:

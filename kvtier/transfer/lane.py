@@ -70,6 +70,8 @@ class Lane:
             except BaseException as error:  # it belongs to whoever needs the copy
                 with contextlib.suppress(Exception):  # a GPU that fails ends all waits like this
                     after.wait_finished()
+                with contextlib.suppress(Exception):
+                    self._stream.synchronize()  # a refused batch may have been submitted in part
                 event.failed(error)
             del job, plan, after, event
 

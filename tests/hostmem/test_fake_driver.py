@@ -265,6 +265,15 @@ def test_a_reservation_is_not_released_while_memory_is_mapped_in_it() -> None:
     driver.memory_release(0, address, 4 * MIB)
 
 
+def test_memory_is_mapped_inside_a_reservation() -> None:
+    # Stricter than the driver, which was seen to accept a mapping past the end of one.
+    driver = FakeDriver()
+    address = driver.memory_reserve(0, 4 * MIB)
+    with refused(1):
+        driver.memory_map(0, address + 2 * MIB, 4 * MIB)
+    driver.memory_release(0, address, 4 * MIB)
+
+
 def test_a_reservation_is_released_as_a_whole() -> None:
     driver = FakeDriver()
     address = driver.memory_reserve(0, 4 * MIB)
