@@ -211,8 +211,7 @@ def test_a_plan_refuses_a_batch() -> None:
             stream.copy(u64(address_of(result)), u64(address_of(source)), u64(8))
         assert plan.calls("cuMemcpyBatchAsync") == [(1,)]
     stream.close()
-    assert np.array_equal(result[:8], source[:8])
-    assert not result[8:].any()
+    assert not result.any()
 
 
 def test_the_descriptors_may_be_reused_at_once() -> None:
