@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import threading
@@ -381,6 +380,8 @@ class HostMem:
 
     async def wait_usable_async(self, end: int) -> None:
         """Await what `wait_usable` blocks for, and raise what it raises."""
+        import asyncio  # whoever awaits has paid for it; nobody else should
+
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 

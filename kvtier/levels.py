@@ -90,8 +90,9 @@ def build_level(
                 pools.append(pool)
             memory = PageMemory(pools)
             groups.append(PoolGroup(memory, plan.slots[group], plan.max_slots[group]))
+        level = Level(index, plan, groups, policy)
         undo.pop_all()
-    return Level(index, plan, groups, policy)
+    return level
 
 
 def _build_pool(

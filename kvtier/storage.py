@@ -18,6 +18,7 @@ from hostmem import ClosedError, Event, OutOfPagesError, ResourceBusyError, reso
 from hostmem.device import DONE, DeviceLike
 from hostmem.units import Size, align_up, format_size, parse_size
 from kvtier.config import KVCacheManagerConfig
+from kvtier.eviction import make_policy
 from kvtier.levels import Level, build_level, default_max_quota
 from kvtier.page import Page
 from kvtier.plan import CachePlan, group_weights, make_plan
@@ -68,6 +69,7 @@ class TierStorage:
         policy: str = "lru",
     ) -> None:
         config.validate()
+        make_policy(policy)
         self.device = resolve_device(device)
         """Whose memory the hot level is in."""
         self.plan: CachePlan = make_plan(

@@ -76,8 +76,11 @@ def test_no_bytes_are_not_registered() -> None:
 
 @pytest.mark.parametrize(
     ("address", "answer", "code"),
-    [(0, "HOST_MEMORY_NOT_REGISTERED", 713), (150, "HOST_MEMORY_NOT_REGISTERED", 713)]
-    + [(101, "INVALID_VALUE", 1)],
+    [
+        (0, "HOST_MEMORY_NOT_REGISTERED", 713),
+        (150, "HOST_MEMORY_NOT_REGISTERED", 713),
+        (101, "INVALID_VALUE", 1),
+    ],
     ids=["before it", "after it", "inside it"],
 )
 def test_unregistering_needs_a_registration_that_began_there(

@@ -705,6 +705,15 @@ def test_a_shrink_under_a_view_changes_nothing(maps: Maps) -> None:
         del view
 
 
+def test_a_view_that_a_shrink_would_cut_hinders_it() -> None:
+    with HostMem(2 * MIB, device="cpu", wait=True) as memory:
+        view = memory.view(MIB - 1, 2)
+        with pytest.raises(BufferError):
+            memory.resize(MIB)
+        memory.resize(MIB + 1)
+        del view
+
+
 def test_a_refused_shrink_leaves_the_fill_running() -> None:
     with HostMem(8 * MIB, device="cpu") as memory:
         view = memory.view(0, MIB)

@@ -27,6 +27,7 @@ from hostmem import (
 )
 from hostmem._sys import linux
 from hostmem.courier import callbacks
+from hostmem.filler import fill_thread_budget
 from hostmem.testing import FaultPlan
 
 if TYPE_CHECKING:
@@ -571,6 +572,26 @@ def test_a_retry_before_a_failed_populate_is_noticed_is_not_lost(
         memory.resize(4 * MIB)
         for hold in plan._holds:
             hold.release()
+        memory.wait_usable(4 * MIB, 20)
+        assert memory.failure is None
+
+
+def test_a_retry_is_not_failed_by_what_a_thread_of_the_fill_before_meets(
+    plan: FaultPlan, until: Until
+) -> None:
+    if fill_thread_budget() < 2:
+        pytest.skip("one thread populates at a time here")
+    register = plan.hold(REGISTER)
+    first, second = plan.hold(POPULATE, at=3), plan.hold(POPULATE, at=4)
+    plan.fail(POPULATE, errno.ENOMEM, at=3, times=2)
+    with HostMem(4 * MIB, device="cpu", fill_threads=2) as memory:
+        for hold in (register, first, second):
+            hold.wait_reached()
+        first.release()
+        until(lambda: memory._core.filler._populate_error)
+        memory.resize(4 * MIB)
+        second.release()  # fails after the retry began
+        register.release()
         memory.wait_usable(4 * MIB, 20)
         assert memory.failure is None
 

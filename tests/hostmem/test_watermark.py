@@ -324,9 +324,14 @@ def test_a_callback_after_closing_is_told_so(mark: Watermark) -> None:
 
 def test_a_forgotten_callback_is_not_called(mark: Watermark) -> None:
     calls = Calls()
-    mark.forget(mark.add_callback(40, calls))
+    for _ in range(2):
+        mark.forget(mark.add_callback(40, calls))
     assert mark.waiting == 0
+    mark.fail(HostOOMError("no memory"))
+    mark.resize(100, 0)
+    mark.forget(mark.add_callback(40, calls))
     mark.advance(100)
+    mark.close()
     callbacks.drain(10)
     assert calls == []
 

@@ -138,9 +138,7 @@ def test_pages_go_from_hot_pools_to_whole_pages_of_the_host_and_back(
 
 
 @pytest.mark.parametrize("sizes", HOT.values(), ids=HOT)
-def test_pages_go_from_hot_pools_to_disk_and_back(
-    bench: Bench, sizes: tuple[int, ...]
-) -> None:
+def test_pages_go_from_hot_pools_to_disk_and_back(bench: Bench, sizes: tuple[int, ...]) -> None:
     copier, hot, disk = bench.copier(sum(sizes)), bench.hot(*sizes), bench.disk(sum(sizes))
     pages = bench.put(hot, 3, 4, 5, 15, 0)
     finish(copier.copy(hot, ids(3, 4, 5, 15, 0), disk, ids(7, 8, 9, 2, 10), NOTHING, up=False))
@@ -180,9 +178,7 @@ def test_a_batch_is_one_submission_and_neighbours_one_descriptor_inside_a_regist
         bench = Bench(cpu, tmp_path, tiers, stack)
         copier, hot, host = bench.copier(4096), bench.host(4096), bench.host(4096)
         with FaultPlan() as plan:
-            finish(
-                copier.copy(hot, ids(*range(8)), host, ids(*range(2, 10)), NOTHING, up=False)
-            )
+            finish(copier.copy(hot, ids(*range(8)), host, ids(*range(2, 10)), NOTHING, up=False))
             # Registrations hold four slots: the sources end one at 4, the destinations (shifted
             # by two) at 4 and 8, that is before the sources 2 and 6. 0-1, 2-3, 4-5, 6-7.
             assert plan.calls("cuMemcpyBatchAsync") == [(4,)]
@@ -246,9 +242,7 @@ def test_nothing_is_written_before_its_fences(
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 @pytest.mark.parametrize("up", [False, True], ids=["down", "up"])
-def test_failed_data_fails_the_copy_and_writes_nothing(
-    bench: Bench, kind: str, up: bool
-) -> None:
+def test_failed_data_fails_the_copy_and_writes_nothing(bench: Bench, kind: str, up: bool) -> None:
     copier, hot = bench.copier(4096), bench.hot(4096)
     cold = bench.host(4096) if kind == "host" else bench.disk(4096)
     data = HostEvent()
@@ -265,9 +259,7 @@ def test_failed_data_fails_the_copy_and_writes_nothing(
 
 @pytest.mark.parametrize("sizes", [(12288,), (4096, 8192)], ids=["direct", "staged"])
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_a_disk_that_fails_fails_the_copy(
-    bench: Bench, sizes: tuple[int, ...], call: str
-) -> None:
+def test_a_disk_that_fails_fails_the_copy(bench: Bench, sizes: tuple[int, ...], call: str) -> None:
     copier, hot, disk = bench.copier(12288), bench.hot(*sizes), bench.disk(12288)
     pages = bench.put(hot, 1)
     with FaultPlan() as plan:
@@ -309,6 +301,29 @@ def test_a_copy_into_memory_that_is_still_being_filled_waits_for_it_and_the_call
         away.synchronize()
         finish(copier.copy(disk, ids(0), hot, ids(2), NOTHING, up=True))
         assert np.array_equal(bench.get(hot, 2), page)
+
+
+def test_a_read_into_memory_that_is_still_being_filled_waits_for_it_too(
+    cpu: CpuDevice, tmp_path: Path, tiers: Tiers
+) -> None:
+    with ExitStack() as stack:
+        bench = Bench(cpu, tmp_path, tiers, stack)
+        copier, hot, disk = bench.copier(4096), bench.host(4096), bench.disk(4096)
+        (page,) = bench.put(hot, 1)
+        finish(copier.copy(hot, ids(1), disk, ids(0), NOTHING, up=False))
+        plan = stack.enter_context(FaultPlan())
+        held = plan.hold("cuMemHostRegister")
+        memory = HostMem(PAGES * 4096, device=cpu, slot_size=4096, commit_unit=PAGES * 4096)
+        stack.callback(memory.close)
+        stack.callback(held.release)
+        filling = PageMemory([MemoryPool(memory, 4096)])
+        ((_, up),) = copier.copy(disk, ids(0), filling, ids(3), NOTHING, up=True)
+        held.wait_reached()
+        assert plan.calls("preadv") == []
+        assert not up.query()
+        held.release()
+        up.synchronize()
+        assert np.array_equal(bench.get(filling, 3), page)
 
 
 # ------------------------------------------------------------------------------------ close
