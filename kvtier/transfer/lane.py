@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from hostmem import ClosedError, Device, Event, HostEvent
+from hostmem import ClosedError, Device, Event
+from hostmem.device.cuda import CudaEvent
 from kvtier.transfer.jobs import Dependencies, TransferEvent
 from kvtier.transfer.plan import CopyPlan
 
@@ -97,9 +98,10 @@ class Lane:
             self._stream.close()
 
 
-def _recorded(event: Event) -> Event | None:
-    """Return what a GPU recorded for an event, once it has; None where the host sets the event."""
-    if isinstance(event, TransferEvent):
-        inner = event.wait_submitted()
-        return None if inner is None or isinstance(inner, HostEvent) else inner
-    return None if isinstance(event, HostEvent) else event
+def _recorded(event: Event) -> CudaEvent | None:
+    """Return what a GPU recorded for an event, once it has; None where it recorded nothing.
+
+    A stream that waits for anything else would not learn that it failed.
+    """
+    recorded = event.wait_submitted() if isinstance(event, TransferEvent) else event
+    return recorded if isinstance(recorded, CudaEvent) else None

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hostmem import CpuDevice, Device, Event, HostEvent, resolve_device
+from hostmem import CpuDevice, Device, HostEvent, resolve_device
 from hostmem._sys import seam
 from kvtier import (
     AttentionLayerConfig,
@@ -257,9 +257,3 @@ class Tiers:
 def tiers(tmp_path: Path) -> Iterator[Tiers]:
     with contextlib.ExitStack() as stack:
         yield Tiers(tmp_path, stack)
-
-
-def settle(events: Sequence[Event]) -> None:
-    """Wait for events, and raise what made one of them fail."""
-    for event in events:
-        event.synchronize()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hostmem import ClosedError, CpuDevice, CudaDevice, Device, HostEvent
+from hostmem import ClosedError, CpuDevice, CudaDevice, Device, Event, HostEvent
 from hostmem.testing import FakeDriver, FaultPlan
 from kvtier.transfer.jobs import Dependencies, TransferEvent
 from kvtier.transfer.lane import Lane
@@ -122,6 +122,30 @@ def test_failed_data_fails_the_copy_and_later_ones_still_run(lane: Lane) -> None
     later.synchronize()
     assert (to == 0).all()
     assert (other == 8).all()
+
+
+class Foreign(Event):
+    """An event of somebody else, whose work failed."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        raise self.error
+
+    @property
+    def error(self) -> OSError:
+        return OSError(errno.EIO, "the engine failed")
+
+
+def test_the_failure_of_an_event_of_another_kind_is_noticed(lane: Lane) -> None:
+    to = buffer()
+    event = lane.submit(lambda: copying(to, buffer(7)), Dependencies((Foreign(),)))
+    with pytest.raises(OSError, match="the engine failed"):
+        event.synchronize()
+    assert (to == 0).all()
+    lane.submit(lambda: copying(to, buffer(8)), Dependencies(fences=(Foreign(),))).synchronize()
+    assert (to == 8).all()
 
 
 def test_a_copy_that_fails_early_still_finishes_after_all_it_depends_on(

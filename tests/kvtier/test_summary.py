@@ -89,6 +89,7 @@ def test_the_json_without_bytes_has_the_same_keys_and_null_for_what_needs_bytes(
         "capacity_blocks",
         "verified_blocks",
         "corrupt_blocks",
+        "lost_blocks",
         "bytes_moved",
         "first_request_done_seconds",
         "host_tier_filled_seconds",
