@@ -6,27 +6,21 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby, islice
-from operator import attrgetter
 from types import TracebackType
 from typing import Self, cast
 
-import numpy as np
-
-from hostmem import ClosedError, Event, OutOfPagesError, ResourceBusyError, resolve_device
+from hostmem import ClosedError, Event, ResourceBusyError, resolve_device
 from hostmem.device import DONE, DeviceLike
 from hostmem.units import Size, align_up, format_size, parse_size
 from kvtier.config import KVCacheManagerConfig
 from kvtier.eviction import make_policy
 from kvtier.levels import Level, build_level, default_max_quota
+from kvtier.mover import Mover
 from kvtier.page import Page
 from kvtier.plan import CachePlan, group_weights, make_plan
 from kvtier.quota import exact_size, slots_in, split_quota
 from kvtier.stats import LevelStats, StorageStats
-from kvtier.transfer.copier import PageCopier
-from kvtier.transfer.jobs import Dependencies, all_of, unfinished
-from kvtier.transfer.memory import Ids
+from kvtier.transfer.copier import PageCopier, reachable
 
 __all__ = ["TierStorage"]
 
@@ -77,13 +71,10 @@ class TierStorage:
         )
         """What the configuration amounts to."""
         self._weights = group_weights(config, self.plan.groups)
-        self._on_drop: Callable[[Page], None] | None = None
         self.lock = threading.RLock()
         """Orders everything; a cache over this storage shares it."""
         self._closing = threading.Lock()
         self._closed = False
-        self._moved: Counter[str] = Counter()
-        self._dropped = 0
         levels: list[Level] = []
         with contextlib.ExitStack() as undo:
             for index, (plan, tier) in enumerate(
@@ -93,11 +84,11 @@ class TierStorage:
                 undo.callback(level.close)
                 levels.append(level)
             largest = max(group.page_bytes for group in self.plan.groups)
-            on_disk = any(level.name == "disk" for level in levels)
-            self._copier = PageCopier(self.device, largest, staged=on_disk)
+            self._copier = PageCopier(self.device, largest, staged=_needs_staging(levels))
             undo.pop_all()
         self.levels = tuple(levels)
         """The levels, hot to cold."""
+        self._mover = Mover(self.levels, self._copier)
 
     def attach(self, on_drop: Callable[[Page], None]) -> None:
         """Let ``on_drop`` be called, under the lock, with each page that is dropped.
@@ -108,9 +99,9 @@ class TierStorage:
             Something is attached already.
         """
         with self.lock:
-            if self._on_drop is not None:
+            if self._mover.on_drop is not None:
                 raise ValueError("the storage has a cache already")
-            self._on_drop = on_drop
+            self._mover.on_drop = on_drop
 
     # ---------------------------------------------------------------------------------- pages
 
@@ -136,7 +127,7 @@ class TierStorage:
         """
         with self.lock:
             self._check_open()
-            ids, fences = self._take(0, group, len(owners))
+            ids, fences = self._mover.take(0, group, len(owners))
             pages = [
                 Page(owner, group, slot, fences)
                 for owner, slot in zip(owners, ids.tolist(), strict=True)
@@ -201,8 +192,8 @@ class TierStorage:
             for page in moved:
                 batches.setdefault((page.level, page.group), []).append(page)
             by_group = Counter(page.group for page in moved)
-            self.check_room(by_group)
-            taken = {group: self._take(0, group, count) for group, count in by_group.items()}
+            self._mover.check_room(by_group)
+            taken = {group: self._mover.take(0, group, count) for group, count in by_group.items()}
             used: Counter[int] = Counter()
             for (level, group), batch in batches.items():
                 ids, fences = taken[group]
@@ -210,7 +201,7 @@ class TierStorage:
                 used[group] += len(batch)
                 for page in batch:
                     self.levels[level].policies[group].remove(page)
-                self._move(batch, level, 0, ids[first : first + len(batch)], fences)
+                self._mover.move(batch, level, 0, ids[first : first + len(batch)], fences)
             brought = set(map(id, moved))
             for page in pages:
                 policy = self.levels[0].policies[page.group]
@@ -221,6 +212,11 @@ class TierStorage:
                     policy.touch(page)
             return moved
 
+    def check_room(self, wanted: Mapping[int, int]) -> None:
+        """Raise OutOfPagesError unless so many new pages of each pool group fit, all together."""
+        with self.lock:
+            self._mover.check_room(wanted)
+
     def discard(self, pages: Iterable[Page]) -> None:
         """Free pages that nobody leases but the caller, once; they are gone."""
         with self.lock:
@@ -228,134 +224,17 @@ class TierStorage:
                 level = self.levels[page.level]
                 if page in level.policies[page.group]:
                     level.policies[page.group].remove(page)
-                self._free([page], page.level, page.group)
-
-    # ---------------------------------------------------------------------------------- room
-
-    def _take(self, level: int, group: int, n: int) -> tuple[Ids, tuple[Event, ...]]:
-        """Take ``n`` slots of a level, once others moved down or went; all or nothing."""
-        slots = self.levels[level].groups[group].slots
-        missing = n - slots.available
-        if missing > 0:
-            self._evict(level, group, missing)
-        taken = slots.allocate(n)
-        return taken.ids, cast(tuple[Event, ...], taken.fences)
-
-    def check_room(self, wanted: Mapping[int, int]) -> None:
-        """Raise OutOfPagesError unless so many new pages of each pool group fit, all together."""
-        with self.lock:
-            if len(wanted) < 2:
-                return  # taking them is all or nothing itself
-            for group, n in wanted.items():
-                missing = n - self.levels[0].groups[group].slots.available
-                if missing > 0:
-                    self._plan_eviction(0, group, missing)
-
-    def _plan_eviction(self, level: int, group: int, n: int) -> _Eviction:
-        """Choose what leaves a level and those below so that ``n`` slots get free; changes nothing.
-
-        Its least valuable pages go to the next level, where as many must make room as find none;
-        the last level drops them. Who arrives at a level may have to leave it at once. A page
-        whose bytes a failed copy lost does not arrive anywhere.
-        """
-        plan = _Eviction([], [])
-        arriving: list[Page] = []
-        missing = n
-        for at in self.levels[level:]:
-            last = at is self.levels[-1]
-            candidates = chain(at.policies[group].victims(), arriving)
-            leaving = list(islice(filter(_may_leave(last), candidates), missing))
-            if len(leaving) < missing:
-                raise self._no_room(at.index, group, missing)
-            gone = set(leaving)
-            own = sum(page.level == at.index for page in leaving)
-            plan.levels.append((at, own, [page for page in arriving if page not in gone]))
-            arriving = []
-            for page in leaving:
-                (plan.dropped if last or page.lost else arriving).append(page)
-            if not arriving:
-                break
-            room = self.levels[at.index + 1].groups[group].slots.available
-            missing = max(len(arriving) - room, 0)
-        return plan
-
-    def _evict(self, level: int, group: int, n: int) -> None:
-        """Free ``n`` slots of a level, or change nothing; see `_plan_eviction`."""
-        plan = self._plan_eviction(level, group, n)
-        for at, own, _ in plan.levels:
-            at.policies[group].evict(own, _may_leave(at is self.levels[-1]))
-        for source, some in groupby(plan.dropped, attrgetter("level")):
-            self._free(list(some), source, group)
-        for at, _, arrivals in reversed(plan.levels):  # whose slots have become free below
-            ids, fences = self._take(at.index, group, len(arrivals))
-            first = 0
-            for source, some in groupby(arrivals, attrgetter("level")):
-                pages = list(some)
-                self._move(pages, source, at.index, ids[first : first + len(pages)], fences)
-                first += len(pages)
-            for page in arrivals:
-                at.policies[group].insert(page)
-        self._dropped += len(plan.dropped)
-        if self._on_drop is not None:
-            for page in plan.dropped:
-                self._on_drop(page)
-
-    def _move(
-        self, pages: list[Page], source: int, to: int, ids: Ids, fences: tuple[Event, ...]
-    ) -> None:
-        """Submit the copies of pages to other slots, and let them be there."""
-        if not pages:
-            return
-        group = pages[0].group
-        old = np.array([page.slot for page in pages], np.int32)
-        after = Dependencies(unfinished(page.ready for page in pages), fences)
-        source_group = self.levels[source].groups[group]
-        if to == source:
-            events = self._copier.relocate(source_group.memory, old, ids, after)
-        else:
-            destination = self.levels[to].groups[group].memory
-            events = self._copier.copy(
-                source_group.memory, old, destination, ids, after, up=to < source
-            )
-        pair = f"{self.levels[source].name}->{self.levels[to].name}"
-        self._moved[pair] += len(pages) * source_group.memory.page_bytes
-        first = 0
-        slots = ids.tolist()
-        for count, event in events:
-            source_group.slots.release(old[first : first + count], event)
-            for at in range(first, first + count):
-                page = pages[at]
-                page.level, page.slot, page.ready = to, slots[at], event
-            first += count
-
-    def _free(self, pages: list[Page], level: int, group: int) -> None:
-        """Give the slots of pages back, each fenced by what may still use it."""
-        slots = self.levels[level].groups[group].slots
-        by_use: dict[tuple[Event, ...], list[int]] = {}
-        for page in pages:
-            by_use.setdefault((page.ready, *page.fences), []).append(page.slot)
-        for events, ids in by_use.items():
-            slots.release(np.array(ids, np.int32), all_of(events))
-
-    def _no_room(self, level: int, group: int, n: int) -> OutOfPagesError:
-        stats = self.levels[level].groups[group].slots.statistics()
-        return OutOfPagesError(
-            f"level {self.levels[level].name}, group {group}: {n} more slots wanted, and too few "
-            f"of its {stats.in_use} pages may go; release leases, or raise the quota "
-            f"({format_size(self.levels[level].quota)})",
-            level=level,
-            group=group,
-            wanted=n,
-        )
+                self._mover.free([page], page.level, page.group)
 
     # ---------------------------------------------------------------------------------- quota
 
     def adjust_cache_level(self, level: int, quota: Size) -> None:
         """Change a level's quota while it is in use; refused means unchanged.
 
-        Growing host memory is filled in the background. Shrinking moves the least valuable pages
-        down (or drops them, from the last level) and the rest into the slots that stay; it blocks
-        until the copies out of the slots that go have finished.
+        A growth of the hot level blocks until its memory is usable; host memory is filled in the
+        background. Shrinking moves the least valuable pages down (or drops them, from the last
+        level) and the rest into the slots that stay; it blocks until the copies out of the slots
+        that go have finished.
 
         Parameters
         ----------
@@ -427,20 +306,8 @@ class TierStorage:
                 group=group,
                 slots=held,
             )
-        excess = slots.in_use - n_slots
-        if excess > 0 and not self._can_evict(level, group, excess):
-            raise self._no_room(level, group, excess)
-
-    def _can_evict(self, level: int, group: int, n: int) -> bool:
-        """Tell whether ``n`` pages of a level could go, all the way down."""
-        last = level + 1 == len(self.levels)
-        may_go = _may_be_dropped if last else _may_move
-        if sum(map(may_go, self.levels[level].policies[group].victims())) < n:
-            return False
-        if last:
-            return True
-        below = self.levels[level + 1].groups[group].slots
-        return n <= below.available or self._can_evict(level + 1, group, n - below.available)
+        if (excess := slots.in_use - n_slots) > 0:
+            self._mover.plan_eviction(level, group, excess)
 
     def _shrink(self, level: int, group: int, n_slots: int) -> None:
         """Empty the slots from ``n_slots`` on, and give their memory back."""
@@ -450,8 +317,8 @@ class TierStorage:
         where.slots.begin_shrink(n_slots)
         try:
             if (excess := where.slots.in_use - n_slots) > 0:
-                self._evict(level, group, excess)
-            self._relocate([p for p in policy.victims() if p.slot >= n_slots], level, group)
+                self._mover.evict(level, group, excess)
+            self._mover.relocate([p for p in policy.victims() if p.slot >= n_slots], level, group)
         except BaseException:
             where.slots.cancel_shrink()
             raise
@@ -466,15 +333,16 @@ class TierStorage:
 
     def _grow(self, level: int, group: int, n_slots: int) -> None:
         where = self.levels[level].groups[group]
-        where.memory.resize(n_slots)
+        before = where.slots.n_slots
+        try:
+            where.memory.resize(n_slots)
+            if level == 0:
+                where.memory.wait_usable()  # hot slots are written without asking
+        except BaseException:
+            where.memory.resize(before)
+            raise
         where.slots.resize(n_slots)
         self.levels[level].policies[group].capacity = n_slots
-
-    def _relocate(self, pages: list[Page], level: int, group: int) -> None:
-        """Move pages to other slots of their level; what they are worth does not change."""
-        where = self.levels[level].groups[group]
-        taken = where.slots.allocate(len(pages))
-        self._move(pages, level, level, taken.ids, cast(tuple[Event, ...], taken.fences))
 
     # ------------------------------------------------------------------------------ inspection
 
@@ -494,8 +362,8 @@ class TierStorage:
                     )
                     for level in self.levels
                 },
-                bytes_moved=dict(self._moved),
-                pages_dropped=self._dropped,
+                bytes_moved=dict(self._mover.bytes_moved),
+                pages_dropped=self._mover.pages_dropped,
             )
 
     def describe(self) -> str:
@@ -564,23 +432,9 @@ class TierStorage:
             raise ClosedError("the storage was closed")
 
 
-@dataclass(slots=True)
-class _Eviction:
-    """What an eviction will do."""
-
-    levels: list[tuple[Level, int, list[Page]]]
-    """From the hot end: how many pages leave the level, and which ones come to stay."""
-    dropped: list[Page]
-    """Pages that go for good."""
-
-
-def _may_leave(last: bool) -> Callable[[Page], bool]:
-    return _may_be_dropped if last else _may_move
-
-
-def _may_move(page: Page) -> bool:
-    return page.leases == 0
-
-
-def _may_be_dropped(page: Page) -> bool:
-    return page.leases == 0 and not page.kept
+def _needs_staging(levels: Sequence[Level]) -> bool:
+    """Tell whether a file of the last level cannot be read into, or written from, the others."""
+    if levels[-1].name != "disk":
+        return False
+    beside = (levels[0], levels[-2])  # where its pages go, and where they come from
+    return not all(reachable(group.memory) for level in beside for group in level.groups)

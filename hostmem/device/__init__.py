@@ -10,7 +10,7 @@ from hostmem._sys.driver import NO_LIBRARY, Result, load_driver
 from hostmem.device.base import Device, Stream
 from hostmem.device.cpu import CpuDevice
 from hostmem.device.cuda import CudaDevice
-from hostmem.device.events import DONE, Event, HostEvent
+from hostmem.device.events import DONE, Event, HostEvent, fresh
 from hostmem.device.memory import CudaMemory
 from hostmem.errors import CuError
 
@@ -23,6 +23,7 @@ __all__ = [
     "Event",
     "HostEvent",
     "Stream",
+    "fresh",
     "resolve_device",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import threading
 
 __all__ = ["DONE", "Event", "HostEvent"]
@@ -69,11 +70,23 @@ class HostEvent(Event):
         if not self._flag.wait(timeout):
             raise TimeoutError(f"the work had not finished after {timeout} s")
         if self._error is not None:
-            raise self._error
+            raise fresh(self._error) from self._error
 
     @property
     def error(self) -> BaseException | None:
         return self._error
+
+
+def fresh(error: BaseException) -> BaseException:
+    """Copy an error for one who waits.
+
+    An error that is raised collects the frames it passes, and keeps what they hold alive: those of
+    one waiter must not stay with the event, nor meet another's.
+    """
+    try:
+        return copy.copy(error)
+    except Exception:
+        return error  # it cannot be copied
 
 
 def _done() -> HostEvent:

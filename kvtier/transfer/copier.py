@@ -17,7 +17,7 @@ from kvtier.transfer.memory import DiskPool, Ids, MemoryPool, PageMemory
 from kvtier.transfer.plan import Addresses, AddressSpace, CopyPlan
 from kvtier.transfer.staging import StagingBuffer
 
-__all__ = ["PageCopier"]
+__all__ = ["PageCopier", "reachable"]
 
 _STAGING_BYTES = 32 << 20
 _STAGING_GRAIN = 4096  # O_DIRECT takes no other addresses
@@ -39,7 +39,7 @@ class PageCopier:
     largest_page : int
         Bytes of the largest page; a staging buffer holds one.
     staged : bool
-        Whether there is a level on disk.
+        Whether pages are sure to go through staging buffers, so that these are made now.
     """
 
     def __init__(self, device: Device, largest_page: int, *, staged: bool) -> None:
@@ -48,12 +48,21 @@ class PageCopier:
             undo.callback(self._down.close)
             self._up = Lane(device, "kvtier-onboard")
             undo.callback(self._up.close)
+            self._device = device
+            self._buffer_bytes = align_up(largest_page, _STAGING_GRAIN)
             self._staging: StagingBuffer | None = None
             if staged:
-                size = align_up(largest_page, _STAGING_GRAIN)
-                fits = min(_STAGING_BYTES // size, _MOST_STAGED)
-                self._staging = StagingBuffer(device, size, max(fits, _LEAST_STAGED))
+                self._ring()
             undo.pop_all()
+
+    def _ring(self) -> StagingBuffer:
+        """Return the staging buffers, which are made when they are first needed."""
+        if self._staging is None:
+            fits = min(_STAGING_BYTES // self._buffer_bytes, _MOST_STAGED)
+            self._staging = StagingBuffer(
+                self._device, self._buffer_bytes, max(fits, _LEAST_STAGED)
+            )
+        return self._staging
 
     def copy(
         self,
@@ -95,7 +104,7 @@ class PageCopier:
             lane = self._up if up else self._down
             event = lane.submit(partial(_plan_pages, near, near_ids, far, far_ids, up), after)
             return [(len(near_ids), event)]
-        if not _reachable(near):
+        if not reachable(near):
             return self._through_staging(near, near_ids, far, far_ids, after, up)
         file = cast(DiskPool, far.pools[0]).file
         pool = cast(MemoryPool, near.pools[0])
@@ -111,8 +120,7 @@ class PageCopier:
         if not isinstance(pool, DiskPool):
             event = self._down.submit(partial(_plan_within, memory, old_ids, new_ids), after)
             return [(len(old_ids), event)]
-        staging = self._staging
-        assert staging is not None, "a level on disk comes with a staging buffer"
+        staging = self._ring()
         events: list[tuple[int, Event]] = []
         for first in range(0, len(old_ids), staging.count):
             old, new = (ids[first : first + staging.count] for ids in (old_ids, new_ids))
@@ -132,8 +140,7 @@ class PageCopier:
         after: Dependencies,
         up: bool,
     ) -> list[tuple[int, Event]]:
-        staging = self._staging
-        assert staging is not None, "a level on disk comes with a staging buffer"
+        staging = self._ring()
         file = cast(DiskPool, disk.pools[0]).file
         events: list[tuple[int, Event]] = []
         for first in range(0, len(near_ids), staging.count):
@@ -161,7 +168,7 @@ class PageCopier:
             stack.callback(self._down.close)
 
 
-def _reachable(group: PageMemory) -> bool:
+def reachable(group: PageMemory) -> bool:
     """Tell whether a file can be read into, or written from, whole pages of a group."""
     pool = group.pools[0]
     return (

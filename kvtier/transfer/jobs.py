@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hostmem import Event
-from hostmem.device import DONE
+from hostmem.device import DONE, fresh
 
 __all__ = ["Dependencies", "TransferEvent", "all_of", "unfinished"]
 
@@ -90,7 +90,7 @@ class TransferEvent(Event):
         if not self._submitted.wait(timeout):
             raise TimeoutError(f"the transfer was not submitted after {timeout} s")
         if self._error is not None:
-            raise self._error
+            raise fresh(self._error) from self._error
         if self._inner is not None:
             self._inner.synchronize(_left(end))
 

@@ -121,6 +121,12 @@ class PageMemory:
         """Say how many pages, from 0, can be used without waiting."""
         return min(pool.usable_slots() for pool in self.pools)
 
+    def wait_usable(self) -> None:
+        """Block until all of it is usable; raise why it will not be."""
+        for pool in self.pools:
+            if isinstance(pool, MemoryPool) and isinstance(pool.memory, HostMem):
+                pool.memory.wait_usable(pool.memory.size)
+
     def resize(self, pages: int) -> None:
         """Have memory for that many pages."""
         for pool in self.pools:

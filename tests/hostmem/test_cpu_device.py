@@ -390,3 +390,18 @@ def test_a_dropped_stream_finishes_its_work_and_ends() -> None:
     event.synchronize(30)
     workers[0].join(30)
     assert not workers[0].is_alive()
+
+
+def test_each_wait_for_failed_work_raises_an_error_of_its_own() -> None:
+    event = HostEvent()
+    event.set(OSError(5, "broken"))
+    seen = []
+    for _ in range(2):
+        with pytest.raises(OSError, match="broken") as caught:
+            event.synchronize()
+        seen.append(caught.value)
+    assert seen[0] is not seen[1]
+    assert seen[0].errno == seen[1].errno == 5
+    assert seen[0].__cause__ is seen[1].__cause__ is event.error
+    assert event.error is not None
+    assert event.error.__traceback__ is None  # no waiter's frames stay with it

@@ -35,6 +35,7 @@ ROWS: dict[str, list[set[str]]] = {
         {"transfer", "slots", "quota", "plan", "layout", "config"},
         {"page", "pools", "eviction"},
         {"levels", "stats"},
+        {"mover"},
         {"storage"},
         {"manager", "blocks", "ranks"},
         {"__init__"},

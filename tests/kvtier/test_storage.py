@@ -724,7 +724,6 @@ def test_a_gpu_quota_above_the_memory_of_the_device_is_refused(tiers: Tiers) -> 
         ("madvise(MADV_POPULATE_WRITE)", 1, errno.ENOMEM),  # its memory
         ("cuMemHostRegister", 1, 801),  # its registration: NOT_SUPPORTED is not tried again
         ("mmap", 2, errno.ENOMEM),  # the host level's address space
-        ("mmap", 3, errno.ENOMEM),  # the staging buffer's
     ],
 )
 def test_a_level_that_cannot_be_built_is_an_error_and_nothing_is_kept(
@@ -740,6 +739,19 @@ def test_a_level_that_cannot_be_built_is_an_error_and_nothing_is_kept(
     assert [t.name for t in threading.enumerate() if t.name.startswith("kvtier-")] == []
     assert len(os.listdir("/proc/self/fd")) == before[1]
     assert os.listdir(tiers.folder) == []
+
+
+def test_staging_buffers_that_are_sure_to_be_needed_are_built_with_the_levels(
+    tiers: Tiers, cpu: CpuDevice
+) -> None:
+    # Two pools make up a hot page, so that no file can be read into it.
+    config = tiers.config(4, 4, 4, layers=layers((MIB // 2, MIB // 4)))
+    with FaultPlan() as plan:
+        plan.fail("mmap", errno.ENOMEM, at=4)  # two hot pools, one host pool, the buffers
+        with pytest.raises(MemoryError):
+            TierStorage(config, device="cpu")
+        assert len(plan.calls("mmap")) == len(plan.calls("munmap")) + 1
+    assert list(cpu.registered) == []
 
 
 def mapped() -> int:
