@@ -327,7 +327,7 @@ def test_a_failed_write_fails_its_event_and_no_other_slot(
         with pytest.raises(OSError, match="pwritev of 4096 bytes at file offset 16384") as caught:
             bad.synchronize()
         assert caught.value.errno == number
-        assert bad.error is caught.value
+        assert caught.value.__cause__ is bad.error
         good.synchronize()
     assert (in_file(file, 2), in_file(file, 6)) == (slots[1].tobytes(), slots[2].tobytes())
     file.write(ids(4), memory.addresses(4096, 0), NOTHING).synchronize()
