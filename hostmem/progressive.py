@@ -6,13 +6,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hostmem import lifetime
+from hostmem.closing import Closable
 from hostmem.courier import callbacks
 from hostmem.device import DeviceLike, resolve_device
 from hostmem.device.base import Device
@@ -92,7 +92,7 @@ class _Core:
         self.released = True
 
 
-class HostMem:
+class HostMem(Closable):
     """Host memory whose address range is there at once and whose bytes follow in the background.
 
     Construction reserves ``capacity`` bytes of address space, starts threads that populate and
@@ -630,19 +630,6 @@ class HostMem:
     def __enter__(self) -> Self:
         self._check_open()
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except BufferError as held:
-            if error is None:
-                raise
-            error.add_note(f"and the memory stays open: {held}")
 
 
 def _at_least(name: str, value: Size, least: int) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hostmem import lifetime
+from hostmem.closing import Closable
 from hostmem.device import DeviceLike, resolve_device
 from hostmem.device.base import Device
 from hostmem.errors import ClosedError, CuError, CuOOMError, RegistrationError
@@ -61,7 +61,7 @@ class _Core:
         self.closed = True
 
 
-class StaticHostMem:
+class StaticHostMem(Closable):
     """A buffer of a fixed size in one registration, usable when the constructor returns.
 
     For what is small and needed whole, such as staging rings: no thread, no watermark.
@@ -160,22 +160,6 @@ class StaticHostMem:
                 raise BufferError(f"{len(taken)} live views hold this memory; drop them first")
             self._core.close()
             self._finalizer.detach()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except BufferError as held:
-            if error is None:
-                raise
-            error.add_note(f"and the memory stays open: {held}")
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at {self.address:#x}"

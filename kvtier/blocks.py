@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterable, Sequence
-from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hostmem import Event
+from hostmem.closing import Closable
 from hostmem.device import DONE
 from kvtier.page import Page
 from kvtier.storage import TierStorage
@@ -35,7 +35,7 @@ class _Block(Generic[Key]):
         return f"block {self.key!r}"
 
 
-class _Held(Generic[Key]):
+class _Held(Closable, Generic[Key]):
     """Blocks whose pages are in the hot level and stay there."""
 
     def __init__(self, cache: BlockCache[Key], blocks: list[_Block[Key]]) -> None:
@@ -83,22 +83,15 @@ class BlockLease(_Held[Key]):
         for event in self.events:
             event.synchronize()
 
+    def close(self) -> None:
+        """Let the blocks go, as `release` does."""
+        self.release()
+
     def release(self) -> None:
         """Let the blocks go; they stay in the cache. Idempotent."""
         if self._open:
             self._open = False
             self._cache._release(self._blocks)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
 
 
 class BlockReservation(_Held[Key]):
@@ -127,22 +120,15 @@ class BlockReservation(_Held[Key]):
         self._open = False
         self._cache._commit(self._blocks, ready)
 
+    def close(self) -> None:
+        """Give the pages back unless they were committed, as `cancel` does."""
+        self.cancel()
+
     def cancel(self) -> None:
         """Give the pages back, unless they were committed. Idempotent."""
         if self._open:
             self._open = False
             self._cache._cancel(self._blocks)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.cancel()
 
 
 class BlockCache(Generic[Key]):

@@ -6,10 +6,10 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Self, cast
+from typing import cast
 
 from hostmem import ClosedError, Event, ResourceBusyError, resolve_device
+from hostmem.closing import Closable
 from hostmem.device import DONE, DeviceLike
 from hostmem.units import Size, align_up, format_size, parse_size
 from kvtier.config import KVCacheManagerConfig
@@ -25,7 +25,7 @@ from kvtier.transfer.copier import PageCopier, reachable
 __all__ = ["TierStorage"]
 
 
-class TierStorage:
+class TierStorage(Closable):
     """Levels of memory, from hot to cold, and the pages in them.
 
     A page is in one level at a time. New pages are made in the hot level; when a level has no slot
@@ -410,22 +410,6 @@ class TierStorage:
             for level in self.levels:
                 stack.callback(level.close)
             stack.callback(self._copier.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except BufferError as held:
-            if error is None:
-                raise
-            error.add_note(f"and a level stays open: {held}")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hostmem import HostMem, StaticHostMem
+from hostmem.closing import Closable
 from kvtier.storage import TierStorage
 from kvtier.transfer.memory import Ids, MemoryPool
 
@@ -27,7 +27,7 @@ def _mix(values: Words) -> Words:
     return z ^ (z >> np.uint64(31))
 
 
-class PatternEngine(abc.ABC):
+class PatternEngine(Closable):
     """Stands for a model: it "computes" blocks, and knows what each must hold.
 
     Word i of a block is the scrambled position xor the scrambled key. Every byte depends on both,
@@ -63,17 +63,6 @@ class PatternEngine(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Let go of the hot pages."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _HostPattern(PatternEngine):

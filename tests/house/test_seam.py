@@ -22,7 +22,7 @@ FOREIGN = {"cffi", "_cffi_backend", "ctypes", "ffi"}
 # A name stands for the module or for the whole subpackage.
 ROWS: dict[str, list[set[str]]] = {
     "hostmem": [
-        {"errors", "units", "ranges", "courier", "_version"},
+        {"errors", "units", "ranges", "courier", "closing", "_version"},
         {"_sys"},
         {"device", "machine", "cgroup", "capabilities", "preflight"},
         {"files", "numa", "page_mode", "watermark", "views", "lifetime", "progress"},

@@ -1,0 +1,39 @@
+"""Objects that are closed when a ``with`` block ends."""
+
+from __future__ import annotations
+
+import abc
+from types import TracebackType
+from typing import Self
+
+__all__ = ["Closable"]
+
+
+class Closable(abc.ABC):
+    """Something with a `close`, which the end of a ``with`` block calls.
+
+    Where closing is refused under a live view (`BufferError`), that is raised only if the body
+    raised nothing; else the body's error says so in a note.
+    """
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except BufferError as held:
+            if error is None:
+                raise
+            error.add_note(f"and {self!r} stays open: {held}")
