@@ -36,4 +36,4 @@ class Closable(abc.ABC):
         except BufferError as held:
             if error is None:
                 raise
-            error.add_note(f"and {self!r} stays open: {held}")
+            error.add_note(f"and the memory stays open: {held}")
