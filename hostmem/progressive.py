@@ -112,9 +112,9 @@ class HostMem(Closable):
     slot_size : int or str
         Bytes of one slot of the caller's; no registration ever ends inside a slot.
     commit_unit : int or str, optional
-        Bytes that are given access at a time, and that no registration crosses: a multiple of
-        ``slot_size``; 32 MiB, rounded up to slots, where omitted. The base is aligned to the
-        largest power of two that divides it.
+        Bytes whose multiples no registration crosses: itself a multiple of ``slot_size``; 32 MiB,
+        rounded up to slots, where omitted. The base is aligned to the largest power of two that
+        divides it.
     numa_node : "auto", int, sequence of int, or None
         ``"auto"``: the GPU's node (no policy on the cpu device). Several: pages are spread over
         them. None: no policy.
@@ -351,7 +351,7 @@ class HostMem(Closable):
             Not usable in time.
         ClosedError
             Closed, before or during the wait.
-        HostOOMError, RegistrationError, HostmemError
+        HostOOMError, RegistrationError, OSError, HostmemError
             The fill stopped below ``end``; the cause is the error's ``__cause__``.
         """
         if 0 <= end <= self._mark.usable_end:
@@ -498,7 +498,7 @@ class HostMem(Closable):
         ------
         ValueError
             A range outside the size, a shape that does not fit, or a registration boundary inside.
-        TimeoutError, ClosedError, HostOOMError, RegistrationError, HostmemError
+        TimeoutError, ClosedError, HostOOMError, RegistrationError, OSError, HostmemError
             As `wait_usable`.
         """
         size = self._mark.size

@@ -240,12 +240,16 @@ class Watermark:
 
 def _told_again(cause: BaseException, end: int, usable_end: int) -> BaseException:
     """Make an error of the cause's type for one waiter: no two threads share a traceback."""
-    kind = type(cause) if isinstance(cause, HostOOMError | RegistrationError) else HostmemError
-    error = kind(
+    message = (
         f"the fill stopped at {format_size(usable_end)} and will not reach {format_size(end)}: "
-        f"{cause}; resize() to the same size retries",
-        end=end,
-        committed=usable_end,
+        f"{cause}; resize() to the same size retries"
     )
+    error: BaseException
+    if isinstance(cause, OSError):
+        error = OSError(cause.errno, message)
+        vars(error).update(end=end, committed=usable_end)
+    else:
+        kind = type(cause) if isinstance(cause, HostOOMError | RegistrationError) else HostmemError
+        error = kind(message, end=end, committed=usable_end)
     error.__cause__ = cause  # now: a retry may have cleared the failure when the waiter wakes
     return error

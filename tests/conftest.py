@@ -22,6 +22,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+pytest_plugins = ["tests.threads"]
+
 # ------------------------------------------------------------------------------ hypothesis
 
 # Deadlines measure the machine. On CI the examples are the same each time; elsewhere new ones

@@ -7,43 +7,26 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import pytest
 
 import hostmem
-from hostmem import CpuDevice, resolve_device
+from hostmem import CpuDevice
 from hostmem._sys import seam
 
-T = TypeVar("T")
-Until = Callable[[Callable[[], object]], None]
 Maps = Callable[[int, int], list[tuple[int, int, str]]]
 
-_DEADLINE = 20.0  # seconds: a safety net, never part of what a test shows
+
 _FILL_THREADS = ("hostmem-fill", "hostmem-populate")
-
-
-class Spawn(Protocol):
-    """Run a function on a thread of its own; its outcome is in the future."""
-
-    def __call__(self, function: Callable[..., T], *args: Any) -> Future[T]: ...
 
 
 class Child(Protocol):
     """Run Python code in a process of its own."""
 
     def __call__(self, code: str, *options: str) -> subprocess.CompletedProcess[str]: ...
-
-
-@pytest.fixture
-def cpu() -> CpuDevice:
-    device = resolve_device("cpu")
-    assert isinstance(device, CpuDevice)
-    return device
 
 
 def fill_threads() -> list[str]:
@@ -57,43 +40,6 @@ def nothing_is_left(cpu: CpuDevice) -> Iterator[None]:
     assert list(cpu.registered) == []
     assert fill_threads() == []
     assert seam.install(None) is None
-
-
-@pytest.fixture
-def until() -> Until:
-    """Wait for a condition that another thread makes true."""
-
-    def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + _DEADLINE
-        while not condition():
-            assert time.monotonic() < deadline, "the condition never came true"
-            os.sched_yield()
-
-    return wait
-
-
-@pytest.fixture
-def spawn() -> Iterator[Spawn]:
-    threads: list[threading.Thread] = []
-
-    def start(function: Callable[..., T], *args: Any) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function(*args))
-            except BaseException as error:
-                future.set_exception(error)
-
-        thread = threading.Thread(target=run, name="spawned", daemon=True)
-        threads.append(thread)
-        thread.start()
-        return future
-
-    yield start
-    for thread in threads:
-        thread.join(_DEADLINE)
-        assert not thread.is_alive(), "a spawned thread hangs"
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import pytest
 from hostmem.courier import Courier
 
 if TYPE_CHECKING:
-    from tests.hostmem.conftest import Child, Until
+    from tests.hostmem.conftest import Child
+    from tests.threads import Until
 
 
 @pytest.fixture

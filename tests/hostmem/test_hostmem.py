@@ -21,7 +21,8 @@ from hostmem.filler import fill_thread_budget
 from hostmem.testing import FaultPlan
 
 if TYPE_CHECKING:
-    from tests.hostmem.conftest import Child, Maps, Spawn, Until
+    from tests.hostmem.conftest import Child, Maps
+    from tests.threads import Spawn, Until
 
 PAGE = mmap.PAGESIZE
 KIB, MIB = 1 << 10, 1 << 20

@@ -18,7 +18,8 @@ from hostmem.courier import closings
 from hostmem.testing import FaultPlan
 
 if TYPE_CHECKING:
-    from tests.hostmem.conftest import Child, Maps, Spawn, Until
+    from tests.hostmem.conftest import Child, Maps
+    from tests.threads import Spawn, Until
 
 KIB, MIB = 1 << 10, 1 << 20
 POPULATE = "madvise(MADV_POPULATE_WRITE)"

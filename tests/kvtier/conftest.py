@@ -8,15 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hostmem import CpuDevice, Device, HostEvent, resolve_device
+from hostmem import CpuDevice, Device, HostEvent
 from hostmem._sys import seam
 from kvtier import (
     AttentionLayerConfig,
@@ -29,10 +28,8 @@ from kvtier import (
     TierStorage,
 )
 from kvtier.transfer.memory import DiskPool, MemoryPool
+from tests.threads import DEADLINE
 
-T = TypeVar("T")
-
-_DEADLINE = 20.0  # seconds: a safety net, never part of what a test shows
 _MIB = 1 << 20
 _THREADS = ("kvtier-", "hostmem-fill", "hostmem-populate", "hostmem-cpu-stream", "spawned")
 
@@ -45,68 +42,18 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.fixture
-def cpu() -> CpuDevice:
-    device = resolve_device("cpu")
-    assert isinstance(device, CpuDevice)
-    return device
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left(cpu: CpuDevice) -> Iterator[None]:
     """After each test no thread runs, nothing is registered, no file is open, no plan installed."""
     before = _descriptors()
     yield
-    deadline = time.monotonic() + _DEADLINE
+    deadline = time.monotonic() + DEADLINE
     while _threads() and time.monotonic() < deadline:
         gc.collect()  # the stream of a fake driver ends on its own, when nothing refers to it
     assert _threads() == []
     assert list(cpu.registered) == []
     assert _descriptors() <= before
     assert seam.install(None) is None
-
-
-class Spawn(Protocol):
-    """Run a function on a thread of its own; its outcome is in the future."""
-
-    def __call__(self, function: Callable[..., T], *args: Any) -> Future[T]: ...
-
-
-@pytest.fixture
-def spawn() -> Iterator[Spawn]:
-    threads: list[threading.Thread] = []
-
-    def start(function: Callable[..., T], *args: Any) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function(*args))
-            except BaseException as error:
-                future.set_exception(error)
-
-        thread = threading.Thread(target=run, name="spawned", daemon=True)
-        threads.append(thread)
-        thread.start()
-        return future
-
-    yield start
-    for thread in threads:
-        thread.join(_DEADLINE)
-        assert not thread.is_alive(), "a spawned thread hangs"
-
-
-@pytest.fixture
-def until() -> Callable[[Callable[[], object]], None]:
-    """Wait for a condition that another thread makes true."""
-
-    def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + _DEADLINE
-        while not condition():
-            assert time.monotonic() < deadline, "the condition never came true"
-            os.sched_yield()
-
-    return wait
 
 
 class Gate(HostEvent):
@@ -124,7 +71,7 @@ class Gate(HostEvent):
 
     def wait_asked(self) -> None:
         """Block until a thread waits for this event."""
-        assert self._asked.wait(_DEADLINE), "nobody waits for the event"
+        assert self._asked.wait(DEADLINE), "nobody waits for the event"
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from hostmem.testing import FaultPlan
 from kvtier import AttentionLayerConfig, BlockCache, BufferConfig, Page, TierStorage
 
 if TYPE_CHECKING:
-    from tests.kvtier.conftest import Gate, Spawn, Tiers
+    from tests.kvtier.conftest import Gate, Tiers
+    from tests.threads import Spawn
 
 MIB = 1 << 20
 COPY = "process_vm_readv"

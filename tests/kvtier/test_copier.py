@@ -21,7 +21,8 @@ from kvtier.transfer.jobs import Dependencies
 from kvtier.transfer.memory import DiskPool, MemoryPool, PageMemory
 
 if TYPE_CHECKING:
-    from tests.kvtier.conftest import Gate, Spawn, Tiers
+    from tests.kvtier.conftest import Gate, Tiers
+    from tests.threads import Spawn
 
 NOTHING = Dependencies()
 PAGES = 16

@@ -23,7 +23,8 @@ from kvtier.transfer.disk import SlotFile
 from kvtier.transfer.jobs import Dependencies
 
 if TYPE_CHECKING:
-    from tests.kvtier.conftest import Gate, Spawn, Tiers
+    from tests.kvtier.conftest import Gate, Tiers
+    from tests.threads import Spawn
 
 NOTHING = Dependencies()
 Bytes = NDArray[np.uint8]

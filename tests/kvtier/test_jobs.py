@@ -12,7 +12,8 @@ from hostmem.device import DONE
 from kvtier.transfer.jobs import Dependencies, TransferEvent, all_of, unfinished
 
 if TYPE_CHECKING:
-    from tests.kvtier.conftest import Gate, Spawn
+    from tests.kvtier.conftest import Gate
+    from tests.threads import Spawn
 
 
 def failed(text: str = "the disk is gone") -> HostEvent:

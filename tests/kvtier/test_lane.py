@@ -17,7 +17,8 @@ from kvtier.transfer.lane import Lane
 from kvtier.transfer.plan import CopyPlan
 
 if TYPE_CHECKING:
-    from tests.kvtier.conftest import Gate, Spawn
+    from tests.kvtier.conftest import Gate
+    from tests.threads import Spawn
 
 Bytes = NDArray[np.uint8]
 NOTHING = Dependencies()

@@ -228,6 +228,7 @@ def test_shrinking_waits_for_the_copy_that_still_reads_a_slot_that_goes(
 
 def test_a_hot_level_whose_growth_fails_is_as_it_was(tiers: Tiers, storage: TierStorage) -> None:
     pages = fill(tiers, storage, range(4))
+    storage.levels[1].groups[0].memory.wait_usable()  # or its fill would meet the fault
     before = state(storage, pages)
     with FaultPlan() as plan:
         plan.fail("madvise(MADV_POPULATE_WRITE)", errno.ENOMEM)

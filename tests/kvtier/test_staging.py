@@ -13,7 +13,8 @@ from hostmem.testing import FaultPlan
 from kvtier import StagingBuffer
 
 if TYPE_CHECKING:
-    from tests.kvtier.conftest import Gate, Spawn
+    from tests.kvtier.conftest import Gate
+    from tests.threads import Spawn
 
 
 @pytest.fixture

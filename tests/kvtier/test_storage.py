@@ -39,7 +39,8 @@ from kvtier import (
 from kvtier.transfer.memory import MemoryPool
 
 if TYPE_CHECKING:
-    from tests.kvtier.conftest import Gate, Spawn, Tiers
+    from tests.kvtier.conftest import Gate, Tiers
+    from tests.threads import Spawn
 
 MIB = 1 << 20
 COPY = "process_vm_readv"
