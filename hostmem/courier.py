@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from hostmem.errors import ResourceBusyError
+
 __all__ = ["Courier", "callbacks", "closings"]
 
 log = logging.getLogger("hostmem")
@@ -42,7 +44,15 @@ class Courier:
         with self._lock:
             if self._pid != os.getpid():
                 self._jobs = SimpleQueue()
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise ResourceBusyError(
+                        f"{error}: RLIMIT_NPROC, the control group's pids.max or RLIMIT_AS says "
+                        "no; raise it, or end other threads",
+                        call="pthread_create",
+                    ) from error
                 self._pid = os.getpid()
 
     def post(self, job: Callable[[], object]) -> None:

@@ -229,7 +229,11 @@ class HostMem(Closable):
         )
         self._core = _Core(reservation, registrations, self._mark, filler)
         self._views = LiveViews()
-        self._finalizer = lifetime.watch(self, self._core)
+        try:
+            self._finalizer = lifetime.watch(self, self._core)
+        except BaseException:
+            reservation.release()
+            raise
         filler.fill_to(self._mark.size)
         if wait:
             try:

@@ -170,7 +170,6 @@ class BlockCache(Generic[Key]):
 
     def __init__(self, storage: TierStorage) -> None:
         self._storage = storage
-        self._lock = storage.lock
         self._groups = range(len(storage.plan.groups))
         self._blocks: dict[Key, _Block[Key]] = {}
         self._reserved: set[Key] = set()
@@ -204,7 +203,7 @@ class BlockCache(Generic[Key]):
         OutOfPagesError
             They do not all fit beside what is leased; nothing has changed. Ask for fewer.
         """
-        with self._lock:
+        with self._storage.lock:
             blocks = self._leading(keys)
             pages = [page for block in blocks for page in block.pages]
             found = [max(page.level for page in block.pages) for block in blocks]
@@ -230,7 +229,7 @@ class BlockCache(Generic[Key]):
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Note a use of blocks, wherever they are; KeyError at the first that is absent."""
-        with self._lock:
+        with self._storage.lock:
             self._storage.touch(page for key in keys for page in self._blocks[key].pages)
 
     def reserve(self, keys: Sequence[Key]) -> BlockReservation[Key]:
@@ -248,7 +247,7 @@ class BlockCache(Generic[Key]):
         OutOfPagesError
             They do not all fit beside what is leased; nothing has changed.
         """
-        with self._lock:
+        with self._storage.lock:
             wanted = set(keys)
             taken = wanted & self._reserved or {k for k in wanted if k in self._blocks}
             if taken or len(wanted) < len(keys):
@@ -268,14 +267,14 @@ class BlockCache(Generic[Key]):
     # ------------------------------------------------------- what leases and reservations call
 
     def _release(self, blocks: list[_Block[Key]]) -> None:
-        with self._lock:
+        with self._storage.lock:
             self._storage.release(page for block in blocks for page in block.pages)
             for block in blocks:
                 if any(_failed(page) for page in block.pages):
                     self._forget(block)
 
     def _commit(self, blocks: list[_Block[Key]], ready: Event) -> None:
-        with self._lock:
+        with self._storage.lock:
             pages = [page for block in blocks for page in block.pages]
             self._storage.commit(pages, ready)
             self._storage.release(pages)
@@ -284,7 +283,7 @@ class BlockCache(Generic[Key]):
                 self._blocks[block.key] = block
 
     def _cancel(self, blocks: list[_Block[Key]]) -> None:
-        with self._lock:
+        with self._storage.lock:
             self._storage.discard(page for block in blocks for page in block.pages)
             self._reserved.difference_update(block.key for block in blocks)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import cast
@@ -89,6 +91,8 @@ class TierStorage(Closable):
         self.levels = tuple(levels)
         """The levels, hot to cold."""
         self._mover = Mover(self.levels, self._copier)
+        self._pid = os.getpid()
+        _storages.add(self)
 
     def attach(self, on_drop: Callable[[Page], None]) -> None:
         """Let ``on_drop`` be called, under the lock, with each page that is dropped.
@@ -404,16 +408,30 @@ class TierStorage(Closable):
         BufferError
             A live view holds the memory of a level; the others are closed. Close again without it.
         """
+        if self._pid != os.getpid():
+            return
         with self.lock:
             self._closed = True
-        with self._closing, contextlib.ExitStack() as stack:
-            for level in self.levels:
-                stack.callback(level.close)
-            stack.callback(self._copier.close)
+        held: BufferError | None = None
+        with self._closing:
+            # In this order, and no further where one is interrupted: no memory goes under a copy.
+            self._copier.close()
+            for level in reversed(self.levels):
+                try:
+                    level.close()
+                except BufferError as error:
+                    held = held or error
+        if held is not None:
+            raise held
+
+    def _abandon(self) -> None:
+        """Close in a forked child, which has neither the memory nor the threads."""
+        self.lock = threading.RLock()
+        self._closed = True
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("the storage was closed")
+            raise ClosedError("the storage was closed, or belongs to the parent of this process")
 
 
 def _needs_staging(levels: Sequence[Level]) -> bool:
@@ -422,3 +440,14 @@ def _needs_staging(levels: Sequence[Level]) -> bool:
         return False
     beside = (levels[0], levels[-2])  # where its pages go, and where they come from
     return not all(reachable(group.memory) for level in beside for group in level.groups)
+
+
+_storages: weakref.WeakSet[TierStorage] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for storage in list(_storages):
+        storage._abandon()
+
+
+os.register_at_fork(after_in_child=_forked)

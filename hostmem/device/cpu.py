@@ -132,10 +132,9 @@ class _Worker:
             if self._ended:
                 raise ValueError("the stream is closed")
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="hostmem-cpu-stream", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="hostmem-cpu-stream", daemon=True)
+                thread.start()
+                self._thread = thread  # one that did not start is tried again
             self._jobs.put(job)
 
     def end(self) -> None:

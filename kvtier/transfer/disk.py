@@ -190,14 +190,15 @@ class SlotFile:
 
     def close(self) -> None:
         """Finish what was submitted, end the threads and give the room back. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
+        if not self._closed:
+            self._closed = True
+            for _ in self._threads:
+                self._jobs.put(None)
+        for thread in self._threads:  # also after an earlier close was interrupted here
             thread.join()
-        os.close(self._fd)
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
 
 
 def _open_unnamed(folder: str, flags: int) -> int:

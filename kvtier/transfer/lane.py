@@ -94,8 +94,8 @@ class Lane:
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
-            self._thread.join()
-            self._stream.close()
+        self._thread.join()  # also after an earlier close was interrupted here
+        self._stream.close()
 
 
 def _recorded(event: Event) -> CudaEvent | None:
