@@ -187,13 +187,13 @@ class SlotFile:
             else:
                 batch.done(None)
             del job, batch, places, after
+        self._jobs.put(None)  # for the next thread, whether or not anybody knows of it
 
     def close(self) -> None:
         """Finish what was submitted, end the threads and give the room back. Idempotent."""
         if not self._closed:
             self._closed = True
-            for _ in self._threads:
-                self._jobs.put(None)
+            self._jobs.put(None)  # goes from thread to thread
         for thread in self._threads:  # also after an earlier close was interrupted here
             thread.join()
         if self._fd >= 0:

@@ -35,8 +35,13 @@ class Lane:
         self._stream = device.stream()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
         self._closed = False
+        try:
+            self._thread.start()
+        except BaseException:
+            self._jobs.put(None)  # it may run all the same
+            self._stream.close()
+            raise
 
     def submit(self, plan: Callable[[], CopyPlan], after: Dependencies) -> TransferEvent:
         """Queue a batch of copies; returns at once.

@@ -456,6 +456,27 @@ def test_a_thread_that_cannot_start_leaves_nothing(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_an_interrupt_between_starting_a_thread_and_noting_it_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        real(thread)
+        if thread.name == "kvtier-disk-2":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        SlotFile(str(tmp_path), 4096, 4)
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvtier"):
+            thread.join(20)
+            assert not thread.is_alive()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_growing_keeps_the_slots_that_are_there(
     make: Callable[..., SlotFile], memory: Memory
 ) -> None:
