@@ -1,85 +1,275 @@
-"""How fast a fill is: our threads on shared pieces against one thread doing the same.
+"""How fast a fill is, by threads, pages and commit unit, and beside what users do without it.
 
-    python -m bench.fill [--size 4GiB] [--rounds 7] [--json FILE]
+    python -m bench.fill [--size 512MiB] [--rounds 5] [--device auto] [--threads 1,2] [--json FILE]
 
 Memory of a virtual machine is often backed only at its first use, so all of it is touched once
-before anything is timed. The two then run in turn, and each pair gives a ratio. Beside it: the time
-to the first usable slot for several sizes, which should not depend on them, and what users do
-without a library: numpy zeros, touched (numpy asks for huge pages, so ours does in that pair).
+before anything is timed. Then everything runs in turn, and each pair gives a ratio:
+
+- ours with all threads and with one;
+- ours for each number of threads, page mode and commit unit, with the time to the first usable
+  MiB; the ratio is to the bare system call (MADV_POPULATE_WRITE) on as many threads and the same
+  pages, which neither registers nor wakes anybody;
+- ours beside peers that block until all is there: numpy zeros, touched (numpy asks for huge pages,
+  so ours does in that pair); mmap with MAP_POPULATE; on a GPU also cuMemHostAlloc and torch's
+  pinned memory, without and with 8 registering threads.
+
+Last, the time to the first usable MiB of several capacities, which should not depend on them.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import importlib.util
+import itertools
+import mmap
+import os
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from bench.measure import Pairs, machine_line, pairs, timed, write_json
-from hostmem import HostMem
+from bench.measure import Pairs, compare, in_turn, machine_line, pairs, spread, write_json
+from hostmem import CudaDevice, Device, HostMem, machine, resolve_device
+from hostmem._sys import linux
 from hostmem.units import format_size, parse_size
 
+MIB = 1 << 20
+PAGES = ("small", "huge")
+UNITS = (2 * MIB, 8 * MIB, 32 * MIB)
+PIECE = 2 * MIB  # of the bare system call, as ours
+SLOT = MIB
 
-def filled(size: int, threads: int | str, pages: str = "small") -> float:
-    """Return the seconds until all bytes are usable, construction included."""
+TORCH = """
+import sys, time, torch
+torch.zeros(1, device=f"cuda:{sys.argv[2]}")  # starts CUDA
+start = time.perf_counter()
+memory = torch.empty(int(sys.argv[1]), dtype=torch.uint8, pin_memory=True)
+print(time.perf_counter() - start)
+"""
+TORCH_THREADS = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+
+Arm = Callable[[], float]
+
+
+class Fill:
+    """One way to fill; each run adds the seconds to the first usable slot to ``first``."""
+
+    def __init__(
+        self, size: int, device: Device, threads: int | str, pages: str, unit: int | None = None
+    ) -> None:
+        self.size = size
+        self.options: dict[str, Any] = {
+            "device": device,
+            "fill_threads": threads,
+            "page_mode": pages,
+            "commit_unit": unit,
+            "slot_size": SLOT,
+        }
+        self.first: list[float] = []
+
+    def __call__(self) -> float:
+        """Return the seconds until all bytes are usable, construction included."""
+        start = time.perf_counter()
+        with HostMem(self.size, **self.options) as memory:
+            memory.wait_usable(SLOT)
+            self.first.append(time.perf_counter() - start)
+            memory.wait_usable(memory.size)
+            return time.perf_counter() - start
+
+    def first_slot(self) -> float:
+        """Return the seconds until the first slot is usable, and fill no further."""
+        start = time.perf_counter()
+        with HostMem(self.size, **self.options) as memory:
+            memory.wait_usable(SLOT)
+            return time.perf_counter() - start
+
+
+def bare(size: int, threads: int, pages: str) -> float:
+    """Return the seconds that populating takes threads that do nothing else."""
+    alignment = machine().huge_page_size or PIECE
+    pieces = itertools.count(0, PIECE)
     start = time.perf_counter()
-    memory = HostMem(size, device="cpu", fill_threads=threads, page_mode=pages)
-    memory.wait_usable(size)
+    address = linux.reserve(size, alignment)
+    (linux.advise_huge if pages == "huge" else linux.advise_small)(address, size)
+    linux.allow(address, size)
+
+    def work() -> None:
+        while (offset := next(pieces)) < size:
+            piece = address + offset, min(PIECE, size - offset)
+            if not linux.populate(*piece):  # a kernel before 5.14, gVisor
+                linux.touch(*piece)
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
     seconds = time.perf_counter() - start
-    memory.close()
+    linux.unmap(address, size)
     return seconds
 
 
-def first_slot(size: int, slot_size: int) -> float:
-    """Return the seconds until the first slot is usable, construction included."""
+def touched_zeros(size: int) -> float:
     start = time.perf_counter()
-    memory = HostMem(size, device="cpu", slot_size=slot_size)
-    memory.wait_usable(slot_size)
-    seconds = time.perf_counter() - start
-    memory.close()
-    return seconds
-
-
-def touched_zeros(size: int) -> None:
     array = np.zeros(size, np.uint8)
-    array[::4096] = 1
+    array[:: mmap.PAGESIZE] = 1
+    return time.perf_counter() - start
+
+
+def map_populate(size: int) -> float:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    start = time.perf_counter()
+    with mmap.mmap(-1, size, flags=flags):
+        return time.perf_counter() - start
+
+
+def host_alloc(size: int, ordinal: int) -> float:
+    from cuda.bindings import driver as cu
+
+    _, context = cu.cuDevicePrimaryCtxRetain(ordinal)
+    cu.cuCtxPushCurrent(context)
+    try:
+        start = time.perf_counter()
+        code, address = cu.cuMemHostAlloc(size, 0)
+        seconds = time.perf_counter() - start
+        if code != cu.CUresult.CUDA_SUCCESS:
+            raise SystemExit(f"cuMemHostAlloc of {format_size(size)}: {code.name}")
+        cu.cuMemFreeHost(address)
+    finally:
+        cu.cuCtxPopCurrent()
+        cu.cuDevicePrimaryCtxRelease(ordinal)
+    return seconds
+
+
+def torch_pinned(size: int, ordinal: int, configuration: str) -> float:
+    """Return the seconds of torch's pinned allocation in a process of its own: it keeps a cache."""
+    done = subprocess.run(
+        [sys.executable, "-c", TORCH, str(size), str(ordinal)],
+        env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": configuration},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return float(done.stdout)
+
+
+def peers(size: int, device: Device) -> tuple[dict[str, tuple[str, Arm]], list[str]]:
+    """Give the peers by name, each with the page mode of ours beside it, and what is missing."""
+    found: dict[str, tuple[str, Arm]] = {
+        "numpy zeros touched": ("huge", lambda: touched_zeros(size)),
+        "mmap MAP_POPULATE": ("small", lambda: map_populate(size)),
+    }
+    if not isinstance(device, CudaDevice):
+        return found, ["cuMemHostAlloc, torch pinned memory: not with the cpu device"]
+    ordinal = device.ordinal
+    found["cuMemHostAlloc"] = ("small", lambda: host_alloc(size, ordinal))
+    if importlib.util.find_spec("torch") is None:
+        return found, ["torch pinned memory: torch is not installed"]
+    found["torch pin_memory"] = ("small", lambda: torch_pinned(size, ordinal, ""))
+    found["torch pin_memory, 8 threads"] = (
+        "small",
+        lambda: torch_pinned(size, ordinal, TORCH_THREADS),
+    )
+    return found, []
+
+
+def thread_counts(text: str) -> list[int]:
+    return sorted({int(part) for part in text.split(",")})
+
+
+def matrix(
+    size: int, device: Device, threads: list[int], rounds: int
+) -> tuple[dict[str, Pairs], dict[str, list[float]]]:
+    """Time every cell and the bare system call beside it; print them; return the pairs."""
+    cells = {
+        (n, pages, unit): Fill(size, device, n, pages, unit)
+        for n in threads
+        for pages in PAGES
+        for unit in UNITS
+    }
+    names = {cell: f"{cell[0]} threads, {cell[1]}, {format_size(cell[2])}" for cell in cells}
+    arms: dict[str, Arm] = {names[cell]: fill for cell, fill in cells.items()}
+    for n, pages in itertools.product(threads, PAGES):
+        arms[f"bare {n} {pages}"] = lambda n=n, pages=pages: bare(size, n, pages)  # type: ignore[misc]
+    times = in_turn(arms, rounds)
+    results: dict[str, Pairs] = {}
+    first: dict[str, list[float]] = {}
+    print(
+        "  threads pages   unit        GiB/s (quartiles)      first MiB ms    time / bare populate"
+    )
+    for (n, pages, unit), fill in cells.items():
+        name = names[n, pages, unit]
+        result = results[f"{name} / bare populate"] = compare(
+            times[name], times[f"bare {n} {pages}"]
+        )
+        first[name] = fill.first[-rounds:]
+        slow, middle, fast = (size / (1 << 30) / seconds for seconds in spread(times[name])[::-1])
+        low, high = result.ratio_quartiles
+        print(
+            f"  {n:7} {pages:7} {format_size(unit):8} {middle:8.2f} ({slow:.2f}-{fast:.2f})"
+            f"{spread(first[name])[1] * 1e3:15.2f}    {result.ratio:10.2f} ({low:.2f}-{high:.2f})"
+        )
+    return results, first
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size", type=parse_size, default="4GiB")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = argparse.ArgumentParser(prog="python -m bench.fill", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--size", type=parse_size, default="512MiB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="auto", help="auto, cpu or a GPU's ordinal")
+    parser.add_argument("--threads", type=thread_counts, help="such as 1,8; default: 1 and all")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     size: int = arguments.size
+    name: str = arguments.device
+    device = resolve_device(int(name) if name.isdigit() else name)
+    everything = min(len(machine().allowed_cpus), 12)
+    threads: list[int] = arguments.threads or sorted({1, everything})
     touched_zeros(size + (1 << 30))
 
-    results: dict[str, Pairs] = {}
-    results["all threads / one thread"] = pairs(
-        lambda: filled(size, "auto"), lambda: filled(size, 1), arguments.rounds
-    )
-    results["huge pages / numpy zeros touched"] = pairs(
-        lambda: filled(size, "auto", "auto"), timed(lambda: touched_zeros(size)), arguments.rounds
-    )
     print(machine_line())
-    print(f"fill of {format_size(size)}")
+    print(f"fill of {format_size(size)}, {device.name}, {arguments.rounds} rounds")
+    results: dict[str, Pairs] = {
+        "all threads / one thread": pairs(
+            Fill(size, device, "auto", "small"), Fill(size, device, 1, "small"), arguments.rounds
+        )
+    }
+    others, missing = peers(size, device)
+    arms: dict[str, Arm] = {pages: Fill(size, device, "auto", pages) for pages in PAGES}
+    times = in_turn(arms | {peer: arm for peer, (_, arm) in others.items()}, arguments.rounds)
+    for peer, (pages, _) in others.items():
+        results[f"{pages} pages / {peer}"] = compare(times[pages], times[peer])
     for name, result in results.items():
-        print(f"  {name:<36} {result}")
+        print(f"  {name:<44} {result}")
+    for line in missing:
+        print(f"  not measured: {line}")
+    cells, first = matrix(size, device, threads, arguments.rounds)
 
-    slot = 1 << 20
-    first = {}
+    slot: dict[str, list[float]] = {}
     for capacity in (1 << 30, 4 << 30, 16 << 30, 1 << 40):
-        times = [first_slot(capacity, slot) for _ in range(arguments.rounds)]
-        first[format_size(capacity)] = times
-        low, middle, high = statistics.quantiles(times, n=4)
+        fill = Fill(capacity, device, "auto", "small")
+        slot[format_size(capacity)] = [fill.first_slot() for _ in range(arguments.rounds)]
+        low, middle, high = spread(slot[format_size(capacity)])
         print(
             f"  first MiB of {format_size(capacity):<8} {middle * 1e3:8.2f} ms "
             f"(quartiles {low * 1e3:.2f}-{high * 1e3:.2f})"
         )
     if arguments.json:
-        write_json(arguments.json, results, size=size, first_slot_seconds=first)
+        write_json(
+            arguments.json,
+            results | cells,
+            size=size,
+            device=device.name,
+            not_measured=missing,
+            first_slot_seconds=slot,
+            first_slot_seconds_by_cell=first,
+        )
 
 
 if __name__ == "__main__":

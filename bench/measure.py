@@ -1,7 +1,7 @@
-"""Interleaved pairs: how much faster ours is than a peer on a machine that does not hold still.
+"""Interleaved runs: how much faster ours is than a peer on a machine that does not hold still.
 
-Two callables run in turn, so that a slow minute of the machine hits both. Each pair gives one
-ratio; the median of the ratios and their quartiles are the result, not the ratio of two means.
+The callables run in turn, so that a slow minute of the machine hits all. Each pair gives one ratio;
+the median of the ratios and their quartiles are the result, not the ratio of two means.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-__all__ = ["Pairs", "machine_line", "pairs", "timed", "write_json"]
+__all__ = ["Pairs", "compare", "in_turn", "machine_line", "pairs", "spread", "timed", "write_json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +69,56 @@ def pairs(
     warmup : int
         Pairs run before those and thrown away.
     """
+    times = in_turn({"ours": ours, "peer": peer}, rounds, warmup=warmup)
+    return compare(times["ours"], times["peer"])
+
+
+def in_turn(
+    arms: Mapping[str, Callable[[], float]], rounds: int = 7, *, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Run every arm once a round and return their times, in seconds, by name.
+
+    Parameters
+    ----------
+    arms : mapping
+        Callables as `pairs` takes them.
+    rounds : int
+        Rounds to measure, at least 2. Every other one runs backwards.
+    warmup : int
+        Rounds run before those and thrown away.
+    """
     if rounds < 2:
         raise ValueError(f"rounds is {rounds}: quartiles need at least 2 pairs")
-    times: list[tuple[float, float]] = []
+    times: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(-warmup, rounds):
-        gc.collect()  # neither pays for the other's garbage
-        if turn % 2 == 0:
-            a = ours()
-            gc.collect()
-            b = peer()
-        else:
-            b = peer()
-            gc.collect()
-            a = ours()
-        if turn >= 0:
-            times.append((a, b))
-    ratios = tuple(a / b for a, b in times)
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        order = list(arms.items())
+        for name, arm in order if turn % 2 == 0 else reversed(order):
+            gc.collect()  # nobody pays for another's garbage
+            seconds = arm()
+            if turn >= 0:
+                times[name].append(seconds)
+    return times
+
+
+def compare(ours: Sequence[float], peer: Sequence[float]) -> Pairs:
+    """Compare the times of two arms of one `in_turn`, round by round."""
+    ratios = tuple(a / b for a, b in zip(ours, peer, strict=True))
+    low, middle, high = spread(ratios)
     return Pairs(
-        ours=tuple(a for a, _ in times),
-        peer=tuple(b for _, b in times),
+        ours=tuple(ours),
+        peer=tuple(peer),
         ratios=ratios,
-        ours_median=statistics.median(a for a, _ in times),
-        peer_median=statistics.median(b for _, b in times),
+        ours_median=statistics.median(ours),
+        peer_median=statistics.median(peer),
         ratio=middle,
         ratio_quartiles=(low, high),
     )
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
 
 
 def machine_line() -> str:

@@ -2,8 +2,8 @@
 
 `HostMem` reserves an address range in milliseconds, and populates, places and registers it with the
 GPU while the caller already uses its first bytes. `StaticHostMem` is the small, fixed buffer beside
-it; `placement_of` shows where any memory really is; `machine` and `capabilities` say what can be
-had here.
+it; `placement_of` shows where any memory really is; `preflight`, `machine` and `capabilities` say
+what can be had here.
 """
 
 from hostmem._version import __version__
@@ -33,8 +33,10 @@ from hostmem.errors import (
     RegistrationError,
     ResourceBusyError,
 )
+from hostmem.lifetime import close_on_signal
 from hostmem.machine import Machine, Node, machine
 from hostmem.placement import Placement, placement_of
+from hostmem.preflight import Preflight, preflight
 from hostmem.progress import FillProgress
 from hostmem.progressive import HostMem
 from hostmem.static import StaticHostMem
@@ -64,13 +66,16 @@ __all__ = [
     "PeerInitError",
     "Placement",
     "PlacementRefusedError",
+    "Preflight",
     "RegistrationError",
     "ResourceBusyError",
     "StaticHostMem",
     "Stream",
     "__version__",
     "capabilities",
+    "close_on_signal",
     "machine",
     "placement_of",
+    "preflight",
     "resolve_device",
 ]

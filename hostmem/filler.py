@@ -8,49 +8,29 @@ serialises it anyway and because the watermark is a prefix.
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
-import os
 import threading
 import time
 
+from hostmem.admission import Admission
 from hostmem.errors import HostOOMError, RegistrationError
-from hostmem.machine import machine
-from hostmem.progress import FillProgress
+from hostmem.fill_threads import bind_to, populating
+from hostmem.progress import FillProgress, Listener
 from hostmem.registration import OnRegisterFailure, Registrations
 from hostmem.reservation import Reservation
 from hostmem.units import align_down, align_up
 from hostmem.watermark import Watermark
 
-__all__ = ["Filler", "fill_thread_budget", "valid_rate"]
+__all__ = ["Filler"]
 
 log = logging.getLogger("hostmem")
 
 _MIB = 1 << 20
-_FIRST_REGISTRATION = _MIB
-_LARGEST_REGISTRATION = 8 * _MIB  # longer ones keep other driver calls of the process waiting
 _PIECE = 2 * _MIB
 _FIRST_PIECE = _MIB // 2  # so that the threads share the first registrations, too
 _SMALL_UNTIL = 8 * _MIB
 _AHEAD = 64 * _MIB  # populated and not yet registered, at most
 _LARGEST_GRANT = 1024 * _MIB
-_MOST_THREADS = 12  # the kernel's page allocation does not scale past this
-
-
-@functools.cache
-def fill_thread_budget() -> int:
-    """Say how many threads populate at once in this process, over all objects."""
-    return max(1, min(len(machine().allowed_cpus), _MOST_THREADS))
-
-
-@functools.cache
-def _budget() -> threading.BoundedSemaphore:
-    return threading.BoundedSemaphore(fill_thread_budget())
-
-
-# The parent's threads that hold a part of the budget are not in the child to give it back.
-os.register_at_fork(after_in_child=_budget.cache_clear)
 
 
 class Filler:
@@ -61,8 +41,8 @@ class Filler:
 
     Parameters
     ----------
-    reservation, registrations, watermark
-        What is filled, who registers it, who is told.
+    reservation, registrations, watermark, admission
+        What is filled, who registers it, who is told, who says whether there is memory.
     slot_size, commit_unit : int
         Bytes; registrations are whole slots and never cross a multiple of the unit.
     threads : int
@@ -71,8 +51,6 @@ class Filler:
         Bytes per second to stay under.
     cpus : tuple of int
         CPUs the populating threads run on; empty for wherever they are scheduled.
-    policy : OnRegisterFailure
-        What a refused registration means.
     """
 
     def __init__(
@@ -80,23 +58,24 @@ class Filler:
         reservation: Reservation,
         registrations: Registrations,
         watermark: Watermark,
+        admission: Admission,
         *,
         slot_size: int,
         commit_unit: int,
         threads: int,
         rate: float | None,
         cpus: tuple[int, ...],
-        policy: OnRegisterFailure,
     ) -> None:
         self._reservation = reservation
         self._registrations = registrations
         self._watermark = watermark
+        self._admission = admission
         self._slot_size = slot_size
         self._unit = commit_unit
         self.threads = threads
         self._rate = rate
         self._cpus = cpus
-        self._policy = policy
+        self._ahead = max(_AHEAD, 2 * slot_size)
 
         self._lock = threading.Lock()
         self._registrable = threading.Condition(self._lock)  # the worker waits here
@@ -111,7 +90,9 @@ class Filler:
         self._worker: threading.Thread | None = None
         self._running = False
         self._paused = False
+        self._suspended = False
         self._pauses = 0
+        self._listeners: list[Listener] = []
         self._next_piece_at = 0.0
         self._began: float | None = None
         self._first_usable: float | None = None
@@ -131,6 +112,8 @@ class Filler:
                 self._began = time.monotonic()
             if self._registrations.end >= target:
                 self._filled = time.monotonic() - self._began
+            elif self._suspended:
+                pass  # resume_registration() starts it
             elif not self._running or self._populate_error is not None:
                 self._populate_error = None
                 self._start_worker()
@@ -164,19 +147,31 @@ class Filler:
             worker = self._worker
         _join(worker)
 
-    def shrink_to(self, size: int) -> int:
-        """Give back what lies past ``size``, by whole registrations; returns the end that stays.
+    @property
+    def running(self) -> bool:
+        """Whether there is a worker that may register."""
+        return self._running
 
-        Only while stopped.
-        """
-        before = self._registrations.end
+    def suspend(self) -> None:
+        """Stop, and start nothing before `unsuspend`."""
+        with self._lock:
+            self._suspended = True
+        self.stop()
+
+    def unsuspend(self) -> None:
+        """Let `fill_to` start the fill again."""
+        with self._lock:
+            self._suspended = False
+
+    def shrink_to(self, size: int) -> None:
+        """Give back what lies past ``size``, by whole registrations. Only while stopped."""
+        before, page = self._registrations.end, self._reservation.page_size
         self._registrations.unregister_down_to(size)
         kept = self._registrations.end
-        page = self._reservation.page_size
+        self._watermark.trim(kept)
         with self._lock:
             self._granted = self._taken = self._populated = align_up(kept, page)
         self._reservation.give_back(kept, align_up(before, page))
-        return kept
 
     def abandon(self) -> None:
         """Forget the threads in a forked child, which has none, and locks that they may hold."""
@@ -197,37 +192,77 @@ class Filler:
             self._paused = False
             self._room.notify_all()
 
+    # ------------------------------------------------------------------------------- progress
+
     def progress(self) -> FillProgress:
         """Take the figures of this moment; never blocks for the fill."""
         with self._lock:
-            size, committed = self._watermark.size, max(self._watermark.usable_end, 0)
-            began, now = self._began, time.monotonic()
-            filled = self._filled if committed == size else None
-            end = now if filled is None or began is None else began + filled
-            seconds = 0.0 if began is None else end - began
-            rate = committed / seconds if seconds else 0.0
-            return FillProgress(
-                size=size,
-                committed=committed,
-                seconds=seconds,
-                rate=rate,
-                eta=(size - committed) / rate if rate else None,
-                first_usable_seconds=self._first_usable,
-                filled_seconds=self._filled,
-                threads=self.threads,
-                registrations=len(self._registrations.registered),
-                pauses=self._pauses,
-                state=self._state(committed, size),
-            )
+            return self._progress()
 
-    def _state(self, committed: int, size: int) -> str:
-        if self._watermark.failure is not None:
+    def _progress(self) -> FillProgress:
+        mark, budget = self._watermark, self._registrations.budget
+        size, filled = mark.size, mark.frontier
+        began, now = self._began, time.monotonic()
+        done = self._filled if filled == size else None
+        end = now if done is None or began is None else began + done
+        seconds = 0.0 if began is None else end - began
+        rate = filled / seconds if seconds else 0.0
+        return FillProgress(
+            size=size,
+            filled=filled,
+            committed=max(mark.usable_end, 0),
+            released=mark.released.total,
+            seconds=seconds,
+            rate=rate,
+            eta=(size - filled) / rate if rate else None,
+            first_usable_seconds=self._first_usable,
+            filled_seconds=self._filled,
+            threads=self.threads,
+            registrations=len(self._registrations.registered),
+            registration_size=budget.size,
+            longest_registration_seconds=budget.longest,
+            page_mode=self._admission.page_mode,
+            pauses=self._pauses,
+            rests=self._admission.rests,
+            resting=self._admission.resting,
+            state=self._state(),
+        )
+
+    def _state(self) -> str:
+        mark = self._watermark
+        if mark.closed:
+            return "closed"
+        if mark.failure is not None:
             return "failed"
-        if committed == size:
+        if mark.frontier == mark.size:
             return "filled"
+        if self._suspended:
+            return "suspended"
         if not self._running:
             return "idle"
-        return "paused" if self._paused else "filling"
+        if self._paused:
+            return "paused"
+        return "filling" if self._admission.resting is None else "resting"
+
+    def listen(self, listener: Listener) -> None:
+        """Tell a listener of the progress from now on, and at once how far it is."""
+        with self._lock:
+            self._listeners.append(listener)
+            listener.tell(self._progress())
+
+    def forget(self, listener: Listener) -> None:
+        """Tell a listener nothing more. Idempotent."""
+        with self._lock:
+            self._listeners = [one for one in self._listeners if one is not listener]
+
+    def _tell(self, always: bool) -> None:
+        """Tell the listeners whose time has come, or all; under the lock."""
+        now = time.monotonic()
+        due = [one for one in self._listeners if always or now >= one.due]
+        if due:
+            progress = self._progress()
+            for listener in due:
+                listener.tell(progress)
 
     # -------------------------------------------------------------------------------- the worker
 
@@ -248,7 +283,7 @@ class Filler:
         try:
             populators[0].start()  # each starts the next one: starting many takes milliseconds
             while (end := self._next_registration(me)) is not None:
-                self._registrations.register(end, self._policy)
+                self._registrations.register(end)
                 self._note_progress()
         except BaseException as error:  # whatever it is, it belongs to those who wait
             failure = error
@@ -279,7 +314,7 @@ class Filler:
                 if start >= self._target:
                     self._running = False
                     return None
-                end = self._registration_end(start)
+                end = self._registrations.next_end(start, self._target)
                 if self._populated >= end:
                     return end
                 if self._populate_error is not None:
@@ -287,13 +322,6 @@ class Filler:
                     last = align_down(min(self._populated, end), self._slot_size)
                     return last if last > start else None
                 self._registrable.wait()
-
-    def _registration_end(self, start: int) -> int:
-        """Say where the registration that begins at ``start`` ends: small at first, then larger."""
-        size = min(max(start, _FIRST_REGISTRATION), _LARGEST_REGISTRATION)
-        size = max(align_down(size, self._slot_size), self._slot_size)
-        unit_end = align_down(start, self._unit) + self._unit
-        return min(start + size, unit_end, self._target)
 
     def _note_progress(self) -> None:
         end = self._registrations.end
@@ -305,6 +333,7 @@ class Filler:
                 self._first_usable = elapsed
             if end >= self._target:
                 self._filled = elapsed
+            self._tell(always=end >= self._target)
             self._room.notify_all()
 
     def _take_back(self) -> None:
@@ -316,15 +345,16 @@ class Filler:
             granted, self._granted = self._granted, align_up(end, page)
             self._taken = self._populated = self._granted
             self._done_pieces.clear()
-        if granted > self._granted:
-            try:
-                self._reservation.give_back(end, granted)
-            except (OSError, HostOOMError) as error:
-                log.error("what was populated past %d bytes is not given back: %s", end, error)
+        try:
+            self._reservation.give_back(end, granted)
+        except (OSError, HostOOMError) as error:
+            log.error("what was populated past %d bytes is not given back: %s", end, error)
 
     def _report(self, me: threading.Thread, failure: BaseException) -> None:
         """Tell those who wait, unless a retry has begun meanwhile: what it meets is what counts."""
-        level = logging.INFO if self._policy is OnRegisterFailure.STOP else logging.ERROR
+        level = (
+            logging.INFO if self._registrations.policy is OnRegisterFailure.STOP else logging.ERROR
+        )
         if not isinstance(failure, HostOOMError | RegistrationError | OSError):
             log.error("the fill worker failed", exc_info=failure)
         else:
@@ -332,6 +362,7 @@ class Filler:
         with self._lock:
             if self._worker is me:
                 self._watermark.fail(failure)
+                self._tell(always=True)
 
     # ------------------------------------------------------------------------ populating threads
 
@@ -343,19 +374,19 @@ class Filler:
                 populators[number + 1].start()
             except RuntimeError as error:
                 log.warning("%d of %d fill threads run: %s", number + 1, len(populators), error)
-        if self._cpus:
-            try:
-                os.sched_setaffinity(0, self._cpus)
-            except OSError as error:
-                log.warning("fill threads run anywhere: CPUs %s are refused: %s", self._cpus, error)
+        bind_to(self._cpus)
         while (piece := self._take_piece(worker)) is not None:
             failure: BaseException | None = None
             try:
-                with _budget():
+                with populating(lambda: self._is_over(worker)) as allowed:
+                    if not allowed:
+                        return
+                    began = time.perf_counter()
                     self._reservation.populate(*piece)
+                    seconds = time.perf_counter() - began
             except BaseException as error:
-                failure = error
-            self._finish_piece(*piece, failure)
+                failure, seconds = error, 0.0
+            self._finish_piece(*piece, seconds, failure)
 
     def _take_piece(self, worker: threading.Thread) -> tuple[int, int] | None:
         """Wait for the next piece and take it; None when there is nothing more to do."""
@@ -364,9 +395,9 @@ class Filler:
                 if self._is_over(worker) or self._populate_error is not None:
                     return None
                 wait: float | None = None
-                limit = min(self._target, self._registrations.end + _AHEAD)
+                limit = min(self._target, self._registrations.end + self._ahead)
                 if self._taken < limit and not self._paused:
-                    wait = self._pace()
+                    wait = self._pace() or self._admission.rest()
                     if wait == 0:
                         return self._cut_piece()
                 self._room.wait(wait)
@@ -376,23 +407,35 @@ class Filler:
         size = _FIRST_PIECE if start < _SMALL_UNTIL else _PIECE
         page = self._reservation.page_size
         end = min(align_up(start + 1, max(size, page)), align_up(self._target, page))
-        if end > self._granted:
-            # A change of access waits for all who are populating, and they for it: fewer, larger
-            # ones as the fill goes on.
-            step = min(max(self._granted, self._unit), _LARGEST_GRANT)
-            grant = align_up(min(max(end, self._granted + step), self._target), page)
-            try:
-                self._reservation.allow(self._granted, grant)
-            except (OSError, HostOOMError) as error:
-                self._populate_error = error
-                self._wake_all()
-                return None
-            self._granted = grant
+        try:
+            if end > self._granted or start % self._unit < end - start:
+                self._admission.choose_pages(start, self._unit)
+            if end > self._granted:
+                self._grant(end)
+        except (OSError, HostOOMError) as error:
+            self._populate_error = error
+            self._wake_all()
+            return None
         self._taken = end
         if self._rate is not None:
             now = time.monotonic()
             self._next_piece_at = max(self._next_piece_at, now) + (end - start) / self._rate
         return start, end
+
+    def _grant(self, end: int) -> None:
+        """Make more memory accessible, up to ``end`` at least, if there is enough of it."""
+        # A change of access waits for all who are populating, and they for it: fewer, larger
+        # ones as the fill goes on.
+        page, start = self._reservation.page_size, self._granted
+        wanted = start + min(max(start, self._unit), _LARGEST_GRANT)
+        unit_end = align_down(start, self._unit) + self._unit
+        least = max(end, min(unit_end, align_up(self._target, page)))
+        wanted = max(min(wanted, self._target), least)
+        granted = align_up(
+            start + self._admission.grant(start, least - start, wanted - start), page
+        )
+        self._reservation.allow(start, granted)
+        self._granted = granted
 
     def _pace(self) -> float:
         """Seconds until the rate limit allows another piece."""
@@ -400,12 +443,15 @@ class Filler:
             return 0.0
         return max(0.0, self._next_piece_at - time.monotonic())
 
-    def _finish_piece(self, start: int, end: int, failure: BaseException | None) -> None:
+    def _finish_piece(
+        self, start: int, end: int, seconds: float, failure: BaseException | None
+    ) -> None:
         with self._lock:
             if failure is not None:
                 self._populate_error = self._populate_error or failure
                 self._wake_all()
                 return
+            self._admission.note(end - start, seconds)
             self._done_pieces[start] = end
             while (done := self._done_pieces.pop(self._populated, None)) is not None:
                 self._populated = done
@@ -419,10 +465,3 @@ class Filler:
 def _join(thread: threading.Thread | None) -> None:
     if thread is not None and thread.ident is not None:  # one that could not start has none
         thread.join()
-
-
-def valid_rate(rate: float | None) -> float | None:
-    """Check a ``fill_rate`` argument: positive and finite bytes per second, or None."""
-    if rate is not None and not (rate > 0 and math.isfinite(rate)):
-        raise ValueError(f"fill_rate: {rate!r}; give bytes per second above 0, or None")
-    return rate

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from hostmem import cgroup
+from hostmem import cgroup, procfs
 from hostmem.units import format_size
 
 __all__ = ["Machine", "Node", "machine", "node_of_pci_device", "read_machine"]
@@ -99,14 +99,13 @@ def read_machine(root: Path = _ROOT, page_size: int | None = None) -> Machine:
         Bytes of a small page; this machine's own where omitted.
     """
     thp = root / "sys/kernel/mm/transparent_hugepage"
-    huge = _text(thp / "hpage_pmd_size")
     return Machine(
-        kernel=_text(root / "proc/sys/kernel/osrelease"),
+        kernel=procfs.read(root / "proc/sys/kernel/osrelease"),
         page_size=page_size or os.sysconf("SC_PAGESIZE"),
-        huge_page_size=int(huge) if huge else None,
-        thp_enabled=_chosen(_text(thp / "enabled")),
-        thp_defrag=_chosen(_text(thp / "defrag")),
-        memory_total=_meminfo(_text(root / "proc/meminfo")),
+        huge_page_size=procfs.number(procfs.read(thp / "hpage_pmd_size")),
+        thp_enabled=_chosen(procfs.read(thp / "enabled")),
+        thp_defrag=_chosen(procfs.read(thp / "defrag")),
+        memory_total=_memory_total(root / "proc/meminfo"),
         memory_limit=cgroup.memory_limit(root),
         nodes=_nodes(root / "sys/devices/system/node"),
         allowed_cpus=_allowed_cpus(root),
@@ -115,50 +114,29 @@ def read_machine(root: Path = _ROOT, page_size: int | None = None) -> Machine:
 
 def node_of_pci_device(address: str, root: Path = _ROOT) -> int | None:
     """Return the memory node of a PCI device by sysfs, or None where it is unknown (-1)."""
-    text = _text(root / "sys/bus/pci/devices" / address / "numa_node")
-    return int(text) if text and int(text) >= 0 else None
+    return procfs.number(procfs.read(root / "sys/bus/pci/devices" / address / "numa_node"))
 
 
 def _nodes(folder: Path) -> tuple[Node, ...]:
     nodes = []
-    for number in _list(_text(folder / "online")):
+    for number in procfs.numbers(procfs.read(folder / "online")):
         entry = folder / f"node{number}"
-        cpus = _list(_text(entry / "cpulist"))
-        nodes.append(Node(number, cpus, _meminfo(_text(entry / "meminfo"))))
+        cpus = procfs.numbers(procfs.read(entry / "cpulist"))
+        nodes.append(Node(number, cpus, _memory_total(entry / "meminfo")))
     return tuple(nodes)
 
 
 def _allowed_cpus(root: Path) -> tuple[int, ...]:
     if root == _ROOT:
         return tuple(sorted(os.sched_getaffinity(0)))
-    return _list(_text(root / "sys/devices/system/cpu/online"))
+    return procfs.numbers(procfs.read(root / "sys/devices/system/cpu/online"))
 
 
-def _meminfo(text: str) -> int:
+def _memory_total(path: Path) -> int:
     """Read MemTotal, in bytes, from /proc/meminfo or a node's meminfo; 0 where it is not there."""
-    for line in text.splitlines():
-        words = line.split()
-        if "MemTotal:" in words:
-            return int(words[words.index("MemTotal:") + 1]) * 1024
-    return 0
-
-
-def _list(text: str) -> tuple[int, ...]:
-    """Read the kernel's list format: ``0-3,8``; empty text is the empty list."""
-    numbers: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        numbers.extend(range(int(first), int(last or first) + 1))
-    return tuple(numbers)
+    return procfs.fields(procfs.read(path)).get("MemTotal", 0)
 
 
 def _chosen(text: str) -> str:
     """Read which of the words is in brackets: ``always [madvise] never``."""
     return text.partition("[")[2].partition("]")[0]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""  # a kernel without the feature has no such file

@@ -33,6 +33,17 @@ class RangeTable:
     def __len__(self) -> int:
         return len(self._ranges)
 
+    @property
+    def first(self) -> int | None:
+        """Where the first range begins; None for an empty table."""
+        with self._lock:
+            return self._ranges[0][0] if self._ranges else None
+
+    @property
+    def total(self) -> int:
+        """Bytes in all ranges."""
+        return sum(nbytes for _, nbytes in self)
+
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Iterate over (start, nbytes), ascending, of the table as it is now."""
         with self._lock:

@@ -50,7 +50,8 @@ class _Core:
     def _unregister(self) -> bool:
         self.closed = True
         try:
-            self.device.unregister(self.reservation.address)
+            with self.device.turns:
+                self.device.unregister(self.reservation.address)
         except (CuError, CuOOMError) as error:
             log.error("%r is leaked on purpose: %s", self.reservation, error)
             return False
@@ -115,7 +116,8 @@ class StaticHostMem(Closable):
 
     def _register(self, address: int) -> None:
         try:
-            self.device.register(address, self.nbytes)
+            with self.device.turns:
+                self.device.register(address, self.nbytes)
         except (CuError, CuOOMError) as error:
             raise RegistrationError(
                 f"the driver refused to register {format_size(self.nbytes)}: {error}",
@@ -155,7 +157,7 @@ class StaticHostMem(Closable):
         with self._core.lock:  # so that no view is made meanwhile
             if self.closed:
                 return
-            taken = self._views.past(0)
+            taken = self._views.holding(0)
             if taken:
                 raise BufferError(f"{len(taken)} live views hold this memory; drop them first")
             self._core.close()

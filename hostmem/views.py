@@ -52,9 +52,10 @@ class LiveViews:
     def _forget(self, reference: weakref.ref[_Export]) -> None:
         self._ranges.pop(reference, None)
 
-    def past(self, offset: int) -> list[tuple[int, int]]:
-        """Return the (start, end) of the live views that hold a byte at or past ``offset``."""
-        return sorted(r for r in list(self._ranges.values()) if r[1] > offset)
+    def holding(self, start: int, end: int | None = None) -> list[tuple[int, int]]:
+        """Return the (start, end) of the live views that hold a byte of ``[start, end)``."""
+        ranges = list(self._ranges.values())
+        return sorted(r for r in ranges if r[1] > start and (end is None or r[0] < end))
 
 
 def _interface(export: _Export) -> Any:

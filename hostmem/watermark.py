@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from hostmem.courier import callbacks
 from hostmem.errors import ClosedError, HostmemError, HostOOMError, RegistrationError
+from hostmem.ranges import RangeTable
 from hostmem.units import format_size
 
 __all__ = ["Watermark"]
@@ -18,11 +19,12 @@ Outcome = BaseException | None
 
 
 class _Waiter:
-    """One thread parked until an end is usable; its lock is released to wake it."""
+    """One thread parked until a range is usable; its lock is released to wake it."""
 
-    __slots__ = ("end", "lock", "outcome", "settled")
+    __slots__ = ("end", "lock", "outcome", "settled", "start")
 
-    def __init__(self, end: int) -> None:
+    def __init__(self, start: int, end: int) -> None:
+        self.start = start
         self.end = end
         self.settled = False
         self.outcome: Outcome = None
@@ -38,9 +40,10 @@ class _Waiter:
 class _Callback:
     """A function to be called, on a thread of ours, when an end is usable."""
 
-    __slots__ = ("end", "function", "settled")
+    __slots__ = ("end", "function", "settled", "start")
 
     def __init__(self, end: int, function: Callable[[Outcome], object]) -> None:
+        self.start = 0
         self.end = end
         self.function = function
         self.settled = False
@@ -52,27 +55,43 @@ class _Callback:
 
 
 class Watermark:
-    """A prefix of bytes that is usable, a size that it is growing to, and a failure, if any.
+    """How far bytes are filled, which of them were released again, and a failure, if any.
 
-    Works like a futex with a threshold: a waiter names the end it needs and is woken once, when
-    the watermark passes that end or when it is settled that it will not. Below the watermark no
-    lock is taken: callers compare with `usable_end` themselves.
+    Works like a futex with a threshold: a waiter names the range it needs and is woken once, when
+    the fill passes its end or when it is settled that it will not. Below the watermark no lock is
+    taken: callers compare with `usable_end` themselves.
 
     Attributes
     ----------
     usable_end : int
-        Bytes from 0 that are usable; -1 once closed, so that every comparison fails.
+        Bytes from 0 that are usable without a hole; -1 once closed, so that every comparison fails.
+    frontier : int
+        Bytes from 0 that are filled, or were and are released.
     size : int
-        Bytes that are meant to become usable.
+        Bytes that are meant to be filled.
+    released : RangeTable
+        Ranges below the frontier that are not usable until they are restored.
     failure : BaseException or None
-        Why the prefix does not grow any more; what is below it stays usable.
+        Why the frontier does not move any more; what is below it stays usable.
     """
 
-    __slots__ = ("_heap", "_lock", "_sequence", "closed", "failure", "size", "usable_end")
+    __slots__ = (
+        "_heap",
+        "_lock",
+        "_sequence",
+        "closed",
+        "failure",
+        "frontier",
+        "released",
+        "size",
+        "usable_end",
+    )
 
     def __init__(self, size: int) -> None:
         self.usable_end = 0
+        self.frontier = 0
         self.size = size
+        self.released = RangeTable()
         self.failure: BaseException | None = None
         self.closed = False
         self._lock = threading.Lock()
@@ -85,61 +104,96 @@ class Watermark:
         with self._lock:
             return sum(not waiter.settled for _, _, waiter in self._heap)
 
+    def is_usable(self, start: int, end: int) -> bool:
+        """Tell whether bytes ``[start, end)`` are usable now."""
+        if not 0 <= start <= end:
+            return False
+        if end <= self.usable_end:
+            return True
+        with self._lock:
+            if self.closed or end > self.frontier:
+                return False
+            return not self.released.overlapping(start, end)
+
     # ------------------------------------------------------------------ the side of the fill
 
     def advance(self, end: int) -> None:
-        """Move the usable prefix to ``end`` and wake those it reaches."""
+        """Move the frontier to ``end`` and wake those it reaches."""
         with self._lock:
             if not self.closed:
-                self.usable_end = min(end, self.size)
-                self._settle_reached()
+                self._move(min(end, self.size))
 
-    def resize(self, size: int, usable_end: int) -> None:
-        """Set the size, move the prefix to ``usable_end`` if that is further, forget the failure.
+    def resize(self, size: int, filled: int) -> None:
+        """Set the size, move the frontier to ``filled`` if that is further, forget the failure.
 
-        The prefix moves back only where the size does: whoever read ``usable_end`` may have been
-        overtaken by the fill. Those who wait for an end past the new size get `ValueError`.
+        The frontier moves back only where the size does: whoever read it may have been overtaken by
+        the fill. Those who wait for an end past the new size get `ValueError`.
         """
         with self._lock:
             self.size = size
             self.failure = None
             if not self.closed:
-                self.usable_end = min(max(self.usable_end, usable_end), size)
-                self._settle_reached()
-                self._settle_rest(lambda end: end > size)
+                self._move(min(max(self.frontier, filled), size))
+                self._settle_rest(lambda waiter: waiter.end > size)
+
+    def trim(self, end: int) -> None:
+        """Forget the released ranges past ``end``, and move the frontier back to it."""
+        with self._lock:
+            for start, _ in self.released:
+                if start >= end:
+                    self.released.remove(start)
+            if not self.closed:
+                self._move(min(self.frontier, end))
+
+    def release(self, ranges: list[tuple[int, int]]) -> None:
+        """Take (start, nbytes) ranges below the frontier from use, and tell who waits for them."""
+        with self._lock:
+            for start, nbytes in ranges:
+                self.released.add(start, nbytes)
+            if not self.closed:
+                self._move(self.frontier)
+                self._settle_rest(lambda waiter: True)
+
+    def restore(self, start: int) -> None:
+        """Give the released range that begins at ``start`` back to use."""
+        with self._lock:
+            self.released.remove(start)
+            if not self.closed:
+                self._move(self.frontier)
 
     def fail(self, cause: BaseException) -> None:
-        """Record that the prefix will not grow, and tell everyone who waits above it."""
+        """Record that the frontier will not move, and tell everyone who waits above it."""
         with self._lock:
             self.failure = cause
-            self._settle_rest(lambda end: True)
+            self._settle_rest(lambda waiter: True)
 
     def close(self) -> None:
         """Let every wait, now and later, end with `ClosedError`."""
         with self._lock:
             self.closed = True
             self.usable_end = -1
-            self._settle_rest(lambda end: True)
+            self._settle_rest(lambda waiter: True)
 
     def abandon(self) -> None:
         """Close in a forked child, whose copy of the lock may be held for ever."""
         self._lock = threading.Lock()
         self._heap = []
+        self.released.abandon()
         self.closed = True
         self.usable_end = -1
 
     # --------------------------------------------------------------- the side of those who wait
 
-    def wait(self, end: int, timeout: float | None) -> None:
-        """Block until the prefix reaches ``end``; see `hostmem.HostMem.wait_usable`."""
+    def wait(self, end: int, timeout: float | None, start: int = 0) -> None:
+        """Block until ``[start, end)`` is usable; see `hostmem.HostMem.wait_usable`."""
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout: {timeout!r} seconds; give None to wait, 0 to poll")
         with self._lock:
-            if self._verdict(end):
+            if self._verdict(start, end):
                 return
             if timeout == 0:
                 raise self._timeout(end, 0)
-            waiter = _Waiter(end)
+            waiter = _Waiter(start, end)
             self._park(waiter)
         try:
             limit = -1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
@@ -168,7 +222,7 @@ class Watermark:
         callback = _Callback(end, function)
         with self._lock:
             try:
-                usable = self._verdict(end)
+                usable = self._verdict(0, end)
             except HostmemError as error:
                 callback.settle(error)
                 return callback
@@ -185,29 +239,46 @@ class Watermark:
 
     # ------------------------------------------------------------------------------ inside
 
-    def _verdict(self, end: int) -> bool:
-        """Tell whether ``end`` is usable (True), still coming (False), or raise why not."""
-        error = self._refusal(end)
+    def _move(self, frontier: int) -> None:
+        self.frontier = frontier
+        first = self.released.first
+        self.usable_end = frontier if first is None else min(frontier, first)
+        while self._heap and self._heap[0][0] <= frontier:
+            waiter = heapq.heappop(self._heap)[2]
+            if not waiter.settled:
+                waiter.settle(None)
+
+    def _verdict(self, start: int, end: int) -> bool:
+        """Tell whether a range is usable (True), still coming (False), or raise why not."""
+        error = self._refusal(start, end)
         if error is not None:
             try:
                 raise error
             finally:
                 del error  # as in wait()
-        return end <= self.usable_end
+        return end <= self.frontier
 
-    def _refusal(self, end: int) -> Outcome:
+    def _refusal(self, start: int, end: int) -> Outcome:
         if self.closed:
             return ClosedError("the memory was closed")
         if not 0 <= end <= self.size:
             return ValueError(f"end: {end} is outside 0..{self.size}, the present size")
-        if end > self.usable_end and self.failure is not None:
-            return _told_again(self.failure, end, self.usable_end)
+        if not 0 <= start <= end:
+            return ValueError(f"start: {start} is outside 0..{end}, the end")
+        if end > self.usable_end and (holes := self.released.overlapping(start, end)):
+            first, nbytes = holes[0]
+            return ValueError(
+                f"bytes [{first}, {first + nbytes}) of [{start}, {end}) were released; "
+                "recommit() brings them back"
+            )
+        if end > self.frontier and self.failure is not None:
+            return _told_again(self.failure, end, self.frontier)
         return None
 
     def _timeout(self, end: int, timeout: float | None) -> TimeoutError:
         return TimeoutError(
             f"{format_size(end)} were not usable after {timeout} s; "
-            f"the watermark stands at {self.usable_end} of {self.size} bytes"
+            f"the watermark stands at {max(self.usable_end, 0)} of {self.size} bytes"
         )
 
     def _park(self, waiter: _Waiter | _Callback) -> None:
@@ -218,19 +289,13 @@ class Watermark:
         self._sequence += 1
         heapq.heappush(self._heap, (waiter.end, self._sequence, waiter))
 
-    def _settle_reached(self) -> None:
-        while self._heap and self._heap[0][0] <= self.usable_end:
-            _, _, waiter = heapq.heappop(self._heap)
-            if not waiter.settled:
-                waiter.settle(None)
-
-    def _settle_rest(self, chosen: Callable[[int], bool]) -> None:
+    def _settle_rest(self, chosen: Callable[[_Waiter | _Callback], bool]) -> None:
         kept = []
         for entry in self._heap:
-            end, _, waiter = entry
+            waiter = entry[2]
             if waiter.settled:
                 continue
-            if chosen(end) and (error := self._refusal(end)) is not None:
+            if chosen(waiter) and (error := self._refusal(waiter.start, waiter.end)) is not None:
                 waiter.settle(error)
             else:
                 kept.append(entry)

@@ -67,6 +67,7 @@ _raw_syscall = ffi.cast("raw_syscall_t", ffi.addressof(_lib, "syscall"))
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
 _MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x02, 0x20, 0x4000
+_MAP_HUGETLB, _MAP_HUGE_SHIFT = 0x40000, 26
 _MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 4, 10, 14, 15
 _MADV_POPULATE_WRITE = 23
 _ADVICE = {
@@ -102,13 +103,16 @@ def _error(number: int, call: str, address: int, nbytes: int, what: str = "") ->
 # ---------------------------------------------------------------- address space: mmap, mprotect
 
 
-def reserve(nbytes: int, alignment: int) -> int:
+def reserve(nbytes: int, alignment: int, hugetlb_size: int | None = None) -> int:
     """Reserve address space that holds no memory, is charged nothing and cannot be touched.
 
     Parameters
     ----------
     nbytes, alignment : int
         Bytes; ``nbytes`` a page multiple, ``alignment`` a power of two of at least a page.
+    hugetlb_size : int, optional
+        Bytes of a page of the hugetlb pool that will back it; None for ordinary memory. Nothing
+        of the pool is set aside.
 
     Returns
     -------
@@ -119,9 +123,14 @@ def reserve(nbytes: int, alignment: int) -> int:
     ------
     HostOOMError
         ENOMEM: the address space, RLIMIT_AS or vm.max_map_count said no.
+    OSError
+        EINVAL: the kernel has no hugetlb pages of that size.
     """
-    length = nbytes + alignment - os.sysconf("SC_PAGESIZE")
+    length = nbytes + alignment - (hugetlb_size or os.sysconf("SC_PAGESIZE"))
     flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+    if hugetlb_size:
+        flags |= _MAP_HUGETLB | (hugetlb_size.bit_length() - 1) << _MAP_HUGE_SHIFT
+        flags = int(ffi.cast("int", flags))  # sizes from 4 GiB reach the sign
     number = intercept("mmap", 0, length)
     if not number:
         raw = int(ffi.cast("intptr_t", _lib.mmap(ffi.NULL, length, _PROT_NONE, flags, -1, 0)))
@@ -213,7 +222,8 @@ def populate(address: int, nbytes: int) -> bool:
     HostOOMError
         ENOMEM.
     OSError
-        Any other errno, as it is.
+        Any other errno, as it is. EFAULT: a touch would be SIGBUS; the hugetlb pool, or the file
+        system behind the range, is full. What was faulted in before stays.
     """
     while True:
         number = _advise(address, nbytes, _MADV_POPULATE_WRITE)
@@ -231,7 +241,8 @@ def populate(address: int, nbytes: int) -> bool:
                 address=address,
                 nbytes=nbytes,
             )
-        raise _error(number, "madvise(MADV_POPULATE_WRITE)", address, nbytes)
+        what = "a page cannot be had, and touching it would kill" if number == errno.EFAULT else ""
+        raise _error(number, "madvise(MADV_POPULATE_WRITE)", address, nbytes, what)
 
 
 def touch(address: int, nbytes: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hostmem.device.events import Event
+from hostmem.turns import NO_TURNS, Turns
 
 __all__ = ["Device", "Stream"]
 
@@ -69,6 +70,10 @@ class Device(abc.ABC):
     """The driver's number of the GPU; None on the CPU."""
     name: str
     """For a person."""
+    stalls: bool
+    """Whether other calls to the device wait while it registers."""
+    turns: Turns = NO_TURNS
+    """Entered around each `register` and `unregister`, so that processes take turns."""
 
     @property
     @abc.abstractmethod

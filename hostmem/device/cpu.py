@@ -29,6 +29,7 @@ class CpuDevice(Device):
     """
 
     kind = "cpu"
+    stalls = False
     ordinal = None
     name = "cpu"
 

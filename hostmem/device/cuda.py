@@ -17,6 +17,7 @@ from hostmem.device.base import Device, Stream
 from hostmem.device.events import Event
 from hostmem.errors import CuError
 from hostmem.machine import machine, node_of_pci_device
+from hostmem.turns import NO_TURNS, driver_library, turns_for
 
 _POLL = 0.0005  # seconds
 
@@ -52,6 +53,7 @@ class CudaDevice(Device):
     """
 
     kind = "cuda"
+    stalls = True
 
     def __init__(self, ordinal: int, driver: Driver | None = None) -> None:
         self.driver: Driver = load_driver() if driver is None else driver
@@ -60,6 +62,7 @@ class CudaDevice(Device):
             raise ValueError(f"device: {ordinal} is not one of the {count} visible devices")
         self.ordinal: int = ordinal
         self.name = f"cuda:{ordinal} {self.driver.device_name(ordinal)}"
+        self.turns = turns_for(driver_library()) if driver is None else NO_TURNS
         self._idle_events: list[int] = []
 
     @cached_property

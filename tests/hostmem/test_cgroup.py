@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from hostmem.cgroup import memory_limit
+from hostmem.cgroup import (
+    MemoryGroup,
+    hugetlb_limits,
+    memory_groups,
+    memory_limit,
+    pressure_file,
+)
+from tests.roots import V1_MOUNT, V1_UNLIMITED, V2_MOUNT
 
 MIB, GIB = 1 << 20, 1 << 30
-
-# Lines of mountinfo: id, parent, device, root in the hierarchy, mount point, ... - type, source,
-# options (proc_pid_mountinfo(5)).
-V2_MOUNT = "31 25 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"
-V1_MOUNT = "36 32 0:30 / /sys/fs/cgroup/memory rw,nosuid shared:16 - cgroup cgroup rw,memory"
-V1_UNLIMITED = "9223372036854771712"
 
 OTHER_MOUNTS = """\
 22 27 0:21 / /proc rw,relatime - proc proc rw
@@ -99,6 +100,23 @@ def test_v2_a_group_outside_the_mounted_part_has_the_limits_of_its_top(tmp_path:
     assert memory_limit(lay_out(tmp_path, "0::/system.slice", mount, files)) == GIB
 
 
+@pytest.mark.parametrize("group", ["/../other", "/.."])
+def test_v2_a_group_outside_the_namespace_has_the_limits_of_its_top(
+    tmp_path: Path, group: str
+) -> None:
+    files = {"memory.max": str(GIB)}
+    root = lay_out(tmp_path, f"0::{group}", V2_MOUNT, files)
+    (root / "sys/fs/other").mkdir()
+    (root / "sys/fs/other/memory.max").write_text("1\n")
+    assert memory_limit(root) == GIB
+
+
+def test_v2_a_hierarchy_that_is_mounted_twice_counts_once(tmp_path: Path) -> None:
+    root = lay_out(tmp_path, "0::/job", f"{V2_MOUNT}\n{V2_MOUNT}", {"job/memory.max": "5"})
+    top = f"{root}/sys/fs/cgroup"
+    assert [group.folder for group in memory_groups(root)] == [top, f"{top}/job"]
+
+
 # --------------------------------------------------------------------------------- version 1
 
 
@@ -142,6 +160,42 @@ def test_v1_another_controllers_group_does_not_count(tmp_path: Path) -> None:
     assert memory_limit(root) == 5
 
 
+def test_v1_ancestors_outside_the_container_limit_it(tmp_path: Path) -> None:
+    mount = V1_MOUNT.replace(" / /sys", " /pod/abc /sys")
+    files = {
+        "memory/memory.limit_in_bytes": V1_UNLIMITED,
+        "memory/memory.stat": f"cache 0\nhierarchical_memory_limit {MIB}",
+    }
+    assert memory_limit(lay_out(tmp_path, "5:memory:/pod/abc", mount, files)) == MIB
+
+
+def test_v1_a_limit_that_statistics_repeat_is_listed_once(tmp_path: Path) -> None:
+    text = f"hierarchical_memory_limit {MIB}"
+    group = MemoryGroup(1, str(tmp_path), orphan=True)
+    group_with(tmp_path, 1, memory_limit_in_bytes=MIB, memory_stat=text)
+    assert list(group.limits()) == [("memory.limit_in_bytes", MIB)]
+
+
+def test_v1_the_root_of_the_hierarchy_has_no_ancestors(tmp_path: Path) -> None:
+    files = {
+        "memory/release_agent": "",
+        "memory/memory.limit_in_bytes": V1_UNLIMITED,
+        "memory/memory.stat": "hierarchical_memory_limit 1",
+    }
+    assert memory_limit(lay_out(tmp_path, "5:memory:/", V1_MOUNT, files)) is None
+
+
+def test_a_slice_with_a_backslash_in_its_name_is_found(tmp_path: Path) -> None:
+    # systemd writes "-" inside a name as "\\x2d"; mountinfo writes a backslash as its octal code.
+    mount = V1_MOUNT.replace(" / /sys", r" /my\134x2djob.slice /sys")
+    files = {
+        "memory/memory.limit_in_bytes": str(GIB),
+        "memory/inside/memory.limit_in_bytes": str(MIB),
+    }
+    root = lay_out(tmp_path, r"5:memory:/my\x2djob.slice/inside", mount, files)
+    assert memory_limit(root) == MIB
+
+
 # --------------------------------------------------------------------------- both, and neither
 
 UNIFIED = "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw"
@@ -178,6 +232,131 @@ def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
 
 def test_control_groups_that_are_not_mounted_are_no_limit(tmp_path: Path) -> None:
     assert memory_limit(lay_out(tmp_path, "5:memory:/job\n0::/job", "", {})) is None
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "mounts"),
+    [
+        ("nonsense", f"{V1_MOUNT}\n{V2_MOUNT}"),
+        ("5:memory", V1_MOUNT),
+        ("::\n\n5:memory:/job", "nonsense\n - \n1 2 3 - cgroup\n1 2 3 4 5 - cgroup cgroup"),
+    ],
+)
+def test_nonsense_is_no_limit(tmp_path: Path, cgroup: str, mounts: str) -> None:
+    files = {"memory/job/memory.limit_in_bytes": "1", "memory/job/memory.stat": "x"}
+    files |= {"memory.max": "1"}
+    assert memory_limit(lay_out(tmp_path, cgroup, mounts, files)) is None
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "-1", "1.5"])
+def test_a_limit_that_is_no_number_is_none(tmp_path: Path, text: str) -> None:
+    files = {"memory/job/memory.limit_in_bytes": text, "memory/memory.stat": text}
+    assert memory_limit(lay_out(tmp_path, "5:memory:/job", V1_MOUNT, files)) is None
+
+
+# ------------------------------------------------------------------------- what is in use, and met
+
+
+def group_with(folder: Path, version: int, **files: object) -> MemoryGroup:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("_", ".", 1)).write_text(f"{text}\n")
+    return MemoryGroup(version, str(folder), orphan=False)
+
+
+def test_v1_page_cache_is_not_in_use_except_what_is_to_be_written(tmp_path: Path) -> None:
+    # The lists hold no tmpfs; "cache" does. The group's own figures are without those below it.
+    stat = "cache 900\nactive_file 1\ninactive_file 2\ndirty 3\ntotal_cache 900\n"
+    stat += "total_active_file 100\ntotal_inactive_file 200\ntotal_dirty 30\ntotal_writeback 4\n"
+    group = group_with(tmp_path, 1, memory_usage_in_bytes=1000, memory_stat=stat)
+    assert group.taken() == 1000 - (100 + 200 - 30 - 4)
+
+
+def test_v2_page_cache_and_slabs_are_not_in_use_except_what_is_to_be_written(
+    tmp_path: Path,
+) -> None:
+    stat = "file 900\nshmem 500\nactive_file 100\ninactive_file 200\nslab_reclaimable 50\n"
+    stat += "file_dirty 30\nfile_writeback 4\nslab 60"
+    group = group_with(tmp_path, 2, memory_current=1000, memory_stat=stat)
+    assert group.taken() == 1000 - (100 + 200 + 50 - 30 - 4)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_without_figures_all_of_the_usage_is_in_use(tmp_path: Path, version: int) -> None:
+    group = group_with(tmp_path, version, memory_current=1000, memory_usage_in_bytes=1000)
+    assert group.taken() == 1000
+
+
+def test_counters_that_lag_behind_make_no_nonsense(tmp_path: Path) -> None:
+    more_dirty = group_with(
+        tmp_path, 2, memory_current=1000, memory_stat="inactive_file 5\nfile_dirty 500"
+    )
+    assert more_dirty.taken() == 1000
+    more_cache = group_with(tmp_path, 2, memory_current=10, memory_stat="inactive_file 500")
+    assert more_cache.taken() == 0
+
+
+def test_v2_hits_are_counted_by_limit(tmp_path: Path) -> None:
+    group = group_with(tmp_path, 2, memory_events="low 9\nhigh 3\nmax 4\noom 0\noom_kill 0")
+    assert group.hits() == {"memory.high": 3, "memory.max": 4}
+
+
+def test_v1_hits_are_counted(tmp_path: Path) -> None:
+    assert group_with(tmp_path, 1, memory_failcnt=7).hits() == {"memory.limit_in_bytes": 7}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_hits_that_cannot_be_read_are_not_zero(tmp_path: Path, version: int) -> None:
+    assert group_with(tmp_path, version).hits() == {}
+
+
+def test_stall_figures_are_of_the_own_group(tmp_path: Path) -> None:
+    files = {"job/cgroup.type": "domain", "job/memory.pressure": "", "memory.pressure": ""}
+    root = lay_out(tmp_path, "5:memory:/other\n0::/job", f"{V1_MOUNT}\n{V2_MOUNT}", files)
+    assert pressure_file(root) == f"{root}/sys/fs/cgroup/job/memory.pressure"
+
+
+def test_the_root_is_no_own_group(tmp_path: Path) -> None:
+    files = {"memory.pressure": "", "cgroup.procs": "1"}
+    assert pressure_file(lay_out(tmp_path, "0::/", V2_MOUNT, files)) is None
+
+
+def test_a_containers_root_is_its_own_group(tmp_path: Path) -> None:
+    files = {"memory.pressure": "", "cgroup.type": "domain"}
+    root = lay_out(tmp_path, "0::/", V2_MOUNT, files)
+    assert pressure_file(root) == f"{root}/sys/fs/cgroup/memory.pressure"
+
+
+# ---------------------------------------------------------------------------- huge pages' limits
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [(64 << 10, "64KB"), (2 * MIB, "2MB"), (GIB, "1GB"), (16 * GIB, "16GB")]
+)
+def test_v2_limits_huge_pages_by_size(tmp_path: Path, size: int, name: str) -> None:
+    files = {
+        f"job/hugetlb.{name}.max": str(4 * GIB),
+        f"job/hugetlb.{name}.current": str(GIB),
+        "job/hugetlb.3MB.max": "1",
+        f"hugetlb.{name}.max": "max",
+    }
+    root = lay_out(tmp_path, "0::/job", V2_MOUNT, files)
+    expected = (f"hugetlb.{name}.max of {root}/sys/fs/cgroup/job", 4 * GIB, GIB)
+    assert list(hugetlb_limits(size, root)) == [expected]
+
+
+def test_v1_limits_huge_pages_in_a_hierarchy_of_its_own(tmp_path: Path) -> None:
+    mount = V1_MOUNT.replace("/memory", "/hugetlb").replace("rw,memory", "rw,hugetlb")
+    files = {
+        "hugetlb/hugetlb.2MB.limit_in_bytes": V1_UNLIMITED,
+        "hugetlb/job/hugetlb.2MB.limit_in_bytes": str(4 * MIB),
+        "hugetlb/job/hugetlb.2MB.usage_in_bytes": str(2 * MIB),
+        "memory/hugetlb.2MB.limit_in_bytes": "1",
+    }
+    root = lay_out(tmp_path, "7:hugetlb:/job\n5:memory:/", f"{V1_MOUNT}\n{mount}", files)
+    folder = f"{root}/sys/fs/cgroup/hugetlb/job"
+    expected = (f"hugetlb.2MB.limit_in_bytes of {folder}", 4 * MIB, 2 * MIB)
+    assert list(hugetlb_limits(2 * MIB, root)) == [expected]
 
 
 # ------------------------------------------------------------------------------ this machine

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hostmem import ClosedError, CpuDevice, HostMem, machine, placement_of
 from hostmem.courier import callbacks
-from hostmem.filler import fill_thread_budget
+from hostmem.fill_threads import fill_thread_budget
 from hostmem.testing import FaultPlan
 
 if TYPE_CHECKING:
@@ -362,7 +362,7 @@ def test_the_end_of_a_registration_is_told_for_each_offset_below_the_watermark()
         assert memory.same_registration(2 * MIB, 4 * MIB - 1)
         assert not memory.same_registration(2 * MIB - 1, 2 * MIB)
         for offset in (-1, 4 * MIB):
-            with pytest.raises(ValueError, match="not below the watermark"):
+            with pytest.raises(ValueError, match="is not usable"):
                 memory.boundary_after(offset)
 
 

@@ -27,7 +27,7 @@ from hostmem import (
 )
 from hostmem._sys import linux
 from hostmem.courier import callbacks
-from hostmem.filler import fill_thread_budget
+from hostmem.fill_threads import fill_thread_budget
 from hostmem.testing import FaultPlan
 
 if TYPE_CHECKING:

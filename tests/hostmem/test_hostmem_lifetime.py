@@ -552,7 +552,7 @@ def test_a_forked_child_can_have_memory_of_its_own_while_the_parent_fills(child:
     done = child(
         FORK
         + """
-    from hostmem.filler import fill_thread_budget
+    from hostmem.fill_threads import fill_thread_budget
     budget = fill_thread_budget()
     plan = FaultPlan().__enter__()
     held = [plan.hold("madvise(MADV_POPULATE_WRITE)", at=4 + n) for n in range(budget)]

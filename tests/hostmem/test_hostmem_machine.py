@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 
@@ -17,7 +18,16 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hostmem import CpuDevice, HostMem, HostmemError, placement_of, resolve_device
+from hostmem import (
+    CpuDevice,
+    HostMem,
+    HostmemError,
+    HostOOMError,
+    RegistrationError,
+    ResourceBusyError,
+    placement_of,
+    resolve_device,
+)
 from hostmem.testing import FaultPlan
 
 PAGE = mmap.PAGESIZE
@@ -26,7 +36,7 @@ POPULATE = "madvise(MADV_POPULATE_WRITE)"
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    """Resizes, writes, pauses, holds views, and lets steps fail.
+    """Resizes, writes, pauses, holds views, releases, suspends, and lets steps fail.
 
     The model is a list with one entry for each slot of the size: the byte it was filled with, or
     None where nothing was written since the slot last came to be.
@@ -40,9 +50,11 @@ class MemoryMachine(RuleBasedStateMachine):
         layout=st.sampled_from([(6000, None), (6000, 12_000), (PAGE, 3 * PAGE), (576, 576 * 50)]),
         slots=st.integers(0, SLOTS),
         threads=st.sampled_from([1, 3]),
+        calm=st.booleans(),
     )
-    def build(self, layout: tuple[int, int | None], slots: int, threads: int) -> None:
+    def build(self, layout: tuple[int, int | None], slots: int, threads: int, calm: bool) -> None:
         self.slot, unit = layout
+        self.calm = calm  # each fill ends before the next rule, so that it is known what fails
         self.plan = FaultPlan().__enter__()
         self.memory = HostMem(
             SLOTS * self.slot,
@@ -55,17 +67,34 @@ class MemoryMachine(RuleBasedStateMachine):
         self.address = self.memory.address
         self.written: list[int | None] = [None] * slots
         self.views: list[tuple[int, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]] = []
-        self.paused = False
+        self.released: set[tuple[int, int]] = set()
+        self.paused = self.suspended = self.consolidated = False
+        self.settle()
+
+    def settle(self) -> None:
+        worker = self.memory._core.filler._worker
+        if self.calm and self.fills and worker is not None:
+            worker.join()
 
     @property
     def slots(self) -> int:
         return len(self.written)
 
-    def retry_until_usable(self, end: int) -> None:
+    @property
+    def fills(self) -> bool:
+        return not self.paused and not self.suspended
+
+    @property
+    def present(self) -> list[int]:
+        """Slots that are not released."""
+        gone = {slot for start, end in self.released for slot in range(start, end)}
+        return [slot for slot in range(self.slots) if slot not in gone]
+
+    def retry_until_usable(self, end: int, start: int = 0) -> None:
         """Wait, and try again for each step that was made to fail."""
         for _ in range(100):
             try:
-                self.memory.wait_usable(end, 20)
+                self.memory.wait_usable(end, 20, start=start)
             except HostmemError:
                 self.memory.resize(self.memory.size)
             else:
@@ -81,23 +110,101 @@ class MemoryMachine(RuleBasedStateMachine):
             if before is not None:
                 assert self.memory.registrations[: len(before)] == before
             return
-        self.memory.resize(slots * self.slot)
+        try:
+            self.memory.resize(slots * self.slot)
+        except RegistrationError:  # what was consolidated is cut, and a part of it stays pageable
+            assert self.consolidated
+        except HostOOMError:  # what goes is not given back
+            assert slots < self.slots
+        self.settle()
         self.written = self.written[:slots] + [None] * (slots - self.slots)
+        self.released = {(start, end) for start, end in self.released if end <= slots}
 
-    @precondition(lambda self: self.written and not self.paused)
+    # -------------------------------------------------------------- holes, and what is registered
+
+    @precondition(lambda self: self.slots and self.fills)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        per_unit = self.memory.commit_unit // self.slot
+        first = data.draw(st.integers(0, (self.slots - 1) // per_unit)) * per_unit
+        last = min(first + per_unit, self.slots)
+        self.retry_until_usable(last * self.slot, last * self.slot)
+        call = (first * self.slot, (last - first) * self.slot)
+        gone = [(start, end) for start, end in self.released if start < last and first < end]
+        if gone:
+            with pytest.raises(ValueError, match="are released"):
+                self.memory.release(*call)
+        elif any(first <= slot < last for slot, _ in self.views):
+            with pytest.raises(BufferError):
+                self.memory.release(*call)
+        else:
+            try:
+                self.memory.release(*call)
+            except (RegistrationError, HostOOMError):
+                return  # and all is as it was: the invariants look
+            self.released.add((first, last))
+            self.written[first:last] = [None] * (last - first)
+
+    @precondition(lambda self: self.released)
+    @rule(data=st.data())
+    def recommit(self, data: st.DataObject) -> None:
+        first, last = data.draw(st.sampled_from(sorted(self.released)))
+        try:
+            self.memory.recommit(first * self.slot, (last - first) * self.slot)
+        except ResourceBusyError:
+            assert self.suspended
+        except HostmemError:
+            return
+        else:
+            self.released.remove((first, last))
+
+    @rule()
+    def suspend_registration(self) -> None:
+        with contextlib.suppress(RegistrationError):
+            self.memory.suspend_registration()
+            assert self.memory.registrations == []
+        self.suspended = True
+
+    @precondition(lambda self: self.suspended)
+    @rule()
+    def resume_registration(self) -> None:
+        for _ in range(100):
+            with contextlib.suppress(RegistrationError):
+                self.memory.resume_registration()
+                self.suspended = False
+                self.settle()
+                return
+        pytest.fail("more failures than were planned")
+
+    @precondition(lambda self: self.fills)
+    @rule()
+    def consolidate(self) -> None:
+        self.retry_until_usable(self.memory.size, self.memory.size)
+        self.consolidated = True
+        with contextlib.suppress(RegistrationError):
+            self.memory.consolidate()
+            ends = {start for start, _ in self.memory.quarantined} | {self.memory.size}
+            ends |= {start for start, _ in self.memory.released}
+            if not self.calm:  # else a range may have been refused, and taken in halves
+                for start, nbytes in self.memory.registrations[:-1]:
+                    assert start + nbytes in ends  # nothing but a hole is between two
+
+    # ------------------------------------------------------------------------------------- bytes
+
+    @precondition(lambda self: self.present and self.fills)
     @rule(data=st.data(), byte=st.integers(1, 255))
     def write(self, data: st.DataObject, byte: int) -> None:
-        slot = data.draw(st.integers(0, self.slots - 1))
-        self.retry_until_usable((slot + 1) * self.slot)
+        slot = data.draw(st.sampled_from(self.present))
+        self.retry_until_usable((slot + 1) * self.slot, slot * self.slot)
         view = self.memory.view(slot * self.slot, self.slot, timeout=0)
         view[:] = byte
         self.written[slot] = byte
 
-    @precondition(lambda self: self.written and not self.paused and len(self.views) < 3)
+    @precondition(lambda self: self.present and self.fills and len(self.views) < 3)
     @rule(data=st.data())
     def hold_a_view(self, data: st.DataObject) -> None:
-        slot = data.draw(st.integers(0, self.slots - 1))
-        self.retry_until_usable((slot + 1) * self.slot)
+        slot = data.draw(st.sampled_from(self.present))
+        self.retry_until_usable((slot + 1) * self.slot, slot * self.slot)
         view = self.memory.view(slot * self.slot, self.slot, timeout=0)
         self.views.append((slot, view))
 
@@ -115,7 +222,9 @@ class MemoryMachine(RuleBasedStateMachine):
     def resume(self) -> None:
         self.memory.resume_fill()
         self.paused = False
+        self.settle()
 
+    @precondition(lambda self: self.calm)
     @rule(
         step=st.sampled_from(
             [
@@ -124,60 +233,70 @@ class MemoryMachine(RuleBasedStateMachine):
                 (POPULATE, errno.EINTR),
                 ("cuMemHostRegister", 1),
                 ("cuMemHostRegister", 801),
+                ("cuMemHostUnregister", 999),
+                ("mprotect", errno.ENOMEM),
             ]
         )
     )
     def let_the_next_step_fail(self, step: tuple[str, int]) -> None:
         self.plan.fail(*step)
 
-    @precondition(lambda self: not self.paused)
+    @precondition(lambda self: self.fills)
     @rule()
     def wait(self) -> None:
-        self.retry_until_usable(self.memory.size)
+        size = self.memory.size
+        self.retry_until_usable(size, size)
         assert self.memory.failure is None
-        assert self.memory.committed == self.memory.size
+        assert self.memory.progress.filled == size
 
     @invariant()
-    def the_prefix_is_sound(self) -> None:
+    def every_byte_is_accounted_for(self) -> None:
         memory = self.memory
         assert memory.address == self.address
         assert memory.size == self.slots * self.slot
         committed = memory.committed
+        filled = memory.progress.filled  # before the tables: the fill goes on meanwhile
         assert committed % self.slot == 0
-        assert 0 <= committed <= memory.size
+        assert 0 <= committed <= filled <= memory.size
+        gone = [(start * self.slot, (end - start) * self.slot) for start, end in self.released]
+        assert sum(n for _, n in memory.released) == sum(n for _, n in gone)
+        registered = memory.registrations
+        parts = [*registered, *memory.quarantined, *gone, *memory._core.registrations.suspended]
         end = 0
-        for start, nbytes in memory.registrations:
+        for start, nbytes in sorted(parts):
             assert start == end
             assert nbytes % self.slot == 0
-            assert start // memory.commit_unit == (start + nbytes - 1) // memory.commit_unit
             end = start + nbytes
-        assert end >= committed
+        assert end >= filled
+        if not self.consolidated:
+            unit = memory.commit_unit
+            assert all(s // unit == (s + n - 1) // unit for s, n in registered)
 
     @invariant()
     def what_was_written_is_there(self) -> None:
-        table = self.memory.view(0, self.memory.committed).reshape(-1, self.slot)
-        firsts, lasts = table[:, 0].tolist(), table[:, -1].tolist()
-        known = [(n, b) for n, b in enumerate(self.written[: len(firsts)]) if b is not None]
-        assert [(n, firsts[n], lasts[n]) for n, _ in known] == [(n, b, b) for n, b in known]
+        memory, known = self.memory, self.written
+        for slot in self.present:
+            if known[slot] is not None:
+                offset = slot * self.slot
+                view = memory.view(offset, self.slot, timeout=0)
+                assert (slot, view[0], view[-1]) == (slot, known[slot], known[slot])
 
     def teardown(self) -> None:
         if not hasattr(self, "memory"):
             return
-        try:
-            self.views.clear()
-            self.memory.close()
-            device = resolve_device("cpu")
-            assert isinstance(device, CpuDevice)
-            assert list(device.registered) == []
-            assert placement_of(self.address, PAGE).resident == 0
-        finally:
-            self.plan.__exit__(None, None, None)
+        self.views.clear()
+        self.plan.__exit__(None, None, None)  # a step that failed now would leak on purpose
+        self.memory.close()
+        device = resolve_device("cpu")
+        assert isinstance(device, CpuDevice)
+        assert list(device.registered) == []
+        assert placement_of(self.address, PAGE).resident == 0
 
 
 TestMemory = MemoryMachine.TestCase
 TestMemory.settings = settings(
-    max_examples=40,
-    stateful_step_count=25,
+    max_examples=60,
+    stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

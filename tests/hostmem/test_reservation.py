@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from hostmem import HostOOMError, machine
 from hostmem._sys import linux
-from hostmem.page_mode import PageMode
+from hostmem.huge_pages import pools
+from hostmem.page_mode import PageMode, resolve_page_mode
 from hostmem.reservation import Reservation
 from hostmem.testing import FaultPlan
 
@@ -120,6 +121,13 @@ def test_what_holds_for_all_of_it_is_set_once_before_it_is_used() -> None:
         made.populate(0, 8 * PAGE)
         assert len(plan.calls("madvise(MADV_DONTFORK)")) == 1
         made.release()
+
+
+@pytest.mark.parametrize("mode", [PageMode.HUGE, PageMode.AUTO], ids=str)
+def test_huge_pages_are_asked_for(mode: PageMode) -> None:
+    with FaultPlan() as plan:
+        Reservation(PAGE, 1, mode, machine()).release()
+        assert len(plan.calls("madvise(MADV_HUGEPAGE)")) == 1
 
 
 def test_a_kernel_without_huge_pages_is_no_error() -> None:
@@ -236,6 +244,197 @@ def test_a_kernel_without_populating_has_its_pages_touched(reservation: Reservat
         plan.fail("madvise(MADV_POPULATE_WRITE)", errno.EINVAL)
         reservation.populate(PAGE, 3 * PAGE)
     assert resident(reservation) == [1, 2]
+
+
+def test_an_answer_of_the_kernel_is_passed_on_as_it_is(reservation: Reservation) -> None:
+    reservation.allow(0, PAGE)
+    with FaultPlan() as plan:
+        plan.fail("madvise(MADV_POPULATE_WRITE)", errno.EFAULT)
+        with pytest.raises(
+            OSError, match=r"Bad address \(EFAULT\); a page cannot be had"
+        ) as caught:
+            reservation.populate(0, PAGE)
+    assert caught.value.errno == errno.EFAULT
+    assert not isinstance(caught.value, HostOOMError)
+
+
+# ---------------------------------------------------------------------------- giving up huge pages
+
+
+def flags_of(reservation: Reservation) -> list[tuple[int, set[str]]]:
+    """Return (offset, flags) of each mapping inside a reservation; "hg" is huge, "nh" small."""
+    found: list[tuple[int, set[str]]] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first:
+            offset = int(first.partition("-")[0], 16) - reservation.address
+        elif first == "VmFlags:" and 0 <= offset < reservation.nbytes:
+            found.append((offset, set(line.split()[1:])))
+    return found
+
+
+def test_small_pages_from_an_offset_are_one_mapping_more() -> None:
+    made = Reservation(64 * PAGE, 1, PageMode.HUGE, machine())
+    made.allow(0, 32 * PAGE)
+    made.use_small_pages_from(16 * PAGE)
+    modes = [(offset // PAGE, "nh" in flags) for offset, flags in flags_of(made)]
+    assert modes == [(0, False), (16, True), (32, True)]
+    made.allow(32 * PAGE, 64 * PAGE)
+    assert [offset // PAGE for offset, _ in flags_of(made)] == [0, 16]
+    made.release()
+
+
+@pytest.mark.parametrize(
+    ("offset", "first"),
+    [(0, 0), (1, PAGE), (PAGE, PAGE), (7 * PAGE, 7 * PAGE), (7 * PAGE + 1, None)],
+)
+def test_small_pages_begin_with_a_whole_page(
+    reservation: Reservation, offset: int, first: int | None
+) -> None:
+    with FaultPlan() as plan:
+        reservation.use_small_pages_from(offset)
+        expected = [] if first is None else [(reservation.address + first, 8 * PAGE - first)]
+        assert plan.calls("madvise(MADV_NOHUGEPAGE)") == expected
+
+
+# -------------------------------------------------------------------------------------- hugetlb
+
+
+def address_space() -> int:
+    """Bytes this process has mapped."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+
+
+HUGETLB_SIZES = sorted(pools())
+SIZE = HUGETLB_SIZES[0] if HUGETLB_SIZES else 0
+needs_hugetlb = pytest.mark.skipif(not HUGETLB_SIZES, reason="a kernel without hugetlb")
+
+
+@pytest.fixture
+def hugetlb() -> PageMode:
+    return resolve_page_mode(f"hugetlb-{SIZE}", machine())
+
+
+@pytest.fixture
+def of_four() -> Iterator[None]:
+    """Four pages more than in use in the pool of the smallest size."""
+    setting = Path(f"/sys/kernel/mm/hugepages/hugepages-{SIZE >> 10}kB/nr_hugepages")
+    before = setting.read_text()
+    pool = pools()[SIZE]
+    wanted = pool.total - pool.free + 4
+    try:
+        setting.write_text(str(wanted))
+    except OSError as error:
+        pytest.skip(f"the hugetlb pool cannot be set: {error.strerror}")
+    try:
+        if pools()[SIZE].free != 4 or pools()[SIZE].surplus_limit:
+            pytest.skip("the kernel finds no four huge pages, or would add to them")
+        yield
+    finally:
+        setting.write_text(before)
+
+
+@needs_hugetlb
+def test_everything_is_rounded_to_the_pages_of_the_pool(hugetlb: PageMode) -> None:
+    made = Reservation(SIZE + 1, 1, hugetlb, machine())
+    assert (made.page_size, made.hugetlb_size, made.nbytes) == (SIZE, SIZE, 2 * SIZE)
+    assert made.address % SIZE == 0
+    made.release()
+
+
+@needs_hugetlb
+def test_a_pool_of_none_is_enough_to_reserve(hugetlb: PageMode) -> None:
+    before, mapped = pools()[SIZE], address_space()
+    made = Reservation(1 << 40, 64 * SIZE, hugetlb, machine())
+    assert made.address % (64 * SIZE) == 0
+    assert address_space() - mapped < (1 << 40) + SIZE  # none kept of what it was aligned in
+    assert pools()[SIZE] == before  # nothing is set aside
+    assert [flags & {"dc", "ht"} for _, flags in flags_of(made)] == [{"dc", "ht"}]
+    made.release()
+
+
+@needs_hugetlb
+def test_no_advice_about_transparent_pages_is_given_on_a_pool(hugetlb: PageMode) -> None:
+    with FaultPlan() as plan:
+        Reservation(SIZE, 1, hugetlb, machine()).release()
+        names = {name for name, _ in plan.log}
+    assert names == {"mmap", "munmap", "madvise(MADV_DONTFORK)", "madvise(MADV_POPULATE_WRITE)"}
+
+
+@needs_hugetlb
+def test_pages_of_a_pool_are_taken_and_given_back(hugetlb: PageMode, of_four: None) -> None:
+    made = Reservation(4 * SIZE, 1, hugetlb, machine())
+    made.allow(0, 4 * SIZE)
+    made.populate(0, SIZE + 1)
+    assert pools()[SIZE].free == 2
+    made.give_back(1, 2 * SIZE)  # the second page: the first is not all inside
+    assert pools()[SIZE].free == 3
+    assert [number for number, a in enumerate(pages_of(made).tolist()) if is_accessible(a)] == [
+        0,
+        2,
+        3,
+    ]
+    made.allow(SIZE, 2 * SIZE)
+    made.populate(SIZE, 4 * SIZE)
+    assert pools()[SIZE].free == 0
+    made.release()
+    assert pools()[SIZE].free == 4
+
+
+@needs_hugetlb
+def test_a_short_pool_is_an_error_and_no_signal(hugetlb: PageMode, of_four: None) -> None:
+    made = Reservation(8 * SIZE, 1, hugetlb, machine())
+    made.allow(0, 8 * SIZE)
+    made.populate(0, 2 * SIZE)
+    expected = "the hugetlb pool of .* pages is short: 0 free, 6 wanted"
+    with pytest.raises(HostOOMError, match=expected) as refused:
+        made.populate(2 * SIZE, 8 * SIZE)
+    assert (refused.value.offset, refused.value.nbytes) == (2 * SIZE, 6 * SIZE)
+    made.give_back(2 * SIZE, 8 * SIZE)  # also the part that was had
+    assert pools()[SIZE].free == 2
+    made.release()
+
+
+@needs_hugetlb
+def test_another_answer_about_a_pool_is_passed_on(hugetlb: PageMode) -> None:
+    made = Reservation(SIZE, 1, hugetlb, machine())
+    with FaultPlan() as plan:
+        plan.fail("madvise(MADV_POPULATE_WRITE)", errno.EIO)
+        with pytest.raises(OSError, match="EIO"):
+            made.populate(0, SIZE)
+    made.release()
+
+
+@needs_hugetlb
+def test_a_pool_is_refused_where_its_pages_can_only_be_touched(hugetlb: PageMode) -> None:
+    with FaultPlan() as plan:
+        plan.fail("madvise(MADV_POPULATE_WRITE)", errno.EINVAL)
+        with pytest.raises(ValueError, match=r"hugetlb needs MADV_POPULATE_WRITE \(Linux 5.14\)"):
+            Reservation(SIZE, 1, hugetlb, machine())
+        assert len(plan.calls("munmap")) == 1
+
+
+@needs_hugetlb
+def test_pages_of_a_pool_are_never_touched(hugetlb: PageMode) -> None:
+    made = Reservation(SIZE, 1, hugetlb, machine())
+    made.allow(0, SIZE)  # touching would be SIGBUS where the pool is empty
+    with FaultPlan() as plan:
+        plan.fail("madvise(MADV_POPULATE_WRITE)", errno.EINVAL)
+        with pytest.raises(ValueError, match="MADV_POPULATE_WRITE"):
+            made.populate(0, SIZE)
+    made.release()
+
+
+@needs_hugetlb
+@pytest.mark.skipif(len(HUGETLB_SIZES) < 2, reason="one size of hugetlb pages")
+def test_each_pool_is_its_own() -> None:
+    size = HUGETLB_SIZES[-1]
+    made = Reservation(1, 1, resolve_page_mode(f"hugetlb-{size}", machine()), machine())
+    assert (made.page_size, made.nbytes) == (size, size)
+    text = Path("/proc/self/smaps").read_text()
+    mapping = text[text.index(f"\n{made.address:x}-") :]
+    assert f"KernelPageSize: {size >> 10:>8} kB" in mapping[:200]
+    made.release()
 
 
 def test_it_says_what_it_is(reservation: Reservation) -> None:

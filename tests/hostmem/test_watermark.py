@@ -434,6 +434,8 @@ def test_ctrl_c_ends_a_wait_and_leaves_nothing_parked(child: Child) -> None:
         import os, signal, threading
         from hostmem.watermark import Watermark
 
+        # A background job's children inherit SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         mark = Watermark(100)
 
         def interrupt():

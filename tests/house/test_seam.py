@@ -22,11 +22,14 @@ FOREIGN = {"cffi", "_cffi_backend", "ctypes", "ffi"}
 # A name stands for the module or for the whole subpackage.
 ROWS: dict[str, list[set[str]]] = {
     "hostmem": [
-        {"errors", "units", "ranges", "courier", "closing", "_version"},
+        {"errors", "units", "ranges", "courier", "closing", "procfs", "_version"},
         {"_sys"},
-        {"device", "machine", "cgroup", "capabilities", "preflight"},
+        {"device", "machine", "cgroup", "capabilities", "huge_pages", "turns"},
+        {"headroom", "pressure", "stall_budget", "fill_threads"},
         {"files", "numa", "page_mode", "watermark", "views", "lifetime", "progress"},
-        {"filler", "registration", "reservation", "placement", "turns"},
+        {"registration", "reservation", "placement", "preflight"},
+        {"admission", "fill_options"},
+        {"filler", "core"},
         {"progressive", "static"},
         {"__init__"},
         {"__main__", "testing"},

@@ -55,6 +55,8 @@ def test_an_interrupted_close_takes_no_memory_from_under_a_copy() -> None:
                 pass
             os.kill(os.getpid(), signal.SIGINT)
 
+        # A background job's children inherit SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with FaultPlan() as plan:
             hold = plan.hold("process_vm_readv")
             waiting = cache.reserve(range(100, 132))  # all 32 go down

@@ -1,0 +1,62 @@
+"""How many threads of this process populate memory at once, and how they share that."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hostmem.machine import machine
+
+__all__ = ["bind_to", "fill_thread_budget", "populating"]
+
+log = logging.getLogger("hostmem")
+
+_MOST_THREADS = 12  # the kernel's page allocation does not scale past this
+_PATIENCE = 0.05  # seconds between two looks whether the fill has ended meanwhile
+
+
+@functools.cache
+def fill_thread_budget() -> int:
+    """Say how many threads populate at once in this process, over all objects."""
+    return max(1, min(len(machine().allowed_cpus), _MOST_THREADS))
+
+
+@functools.cache
+def _budget() -> threading.BoundedSemaphore:
+    return threading.BoundedSemaphore(fill_thread_budget())
+
+
+# The parent's threads that hold a part of the budget are not in the child to give it back.
+os.register_at_fork(after_in_child=_budget.cache_clear)
+
+
+@contextmanager
+def populating(is_over: Callable[[], bool]) -> Iterator[bool]:
+    """Take one thread's share of the budget.
+
+    Blocks while all shares are taken. Yields False, having taken none, when ``is_over`` comes true
+    meanwhile: another object's threads may be stuck for long.
+    """
+    budget = _budget()
+    while not budget.acquire(timeout=_PATIENCE):
+        if is_over():
+            yield False
+            return
+    try:
+        yield True
+    finally:
+        budget.release()
+
+
+def bind_to(cpus: tuple[int, ...]) -> None:
+    """Let the calling thread run on these CPUs only; anywhere, with a warning, where refused."""
+    if not cpus:
+        return
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        log.warning("fill threads run anywhere: CPUs %s are refused: %s", cpus, error)

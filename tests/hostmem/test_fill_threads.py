@@ -1,0 +1,77 @@
+"""The threads that populate: one budget for all objects of a process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import pytest
+
+from hostmem import HostMem
+from hostmem.fill_threads import bind_to, fill_thread_budget, populating
+from hostmem.testing import FaultPlan, Hold
+from tests.threads import Spawn
+
+MIB = 1 << 20
+POPULATE = "madvise(MADV_POPULATE_WRITE)"
+
+
+def inside(memory: HostMem) -> Callable[..., bool]:
+    return lambda address, *_: memory.address <= address < memory.address + memory.capacity
+
+
+def test_a_memory_closes_while_another_keeps_the_whole_budget_busy(spawn: Spawn) -> None:
+    budget = fill_thread_budget()
+    with (
+        FaultPlan() as plan,
+        HostMem(64 * MIB, 0, device="cpu", fill_threads=budget) as stuck,
+    ):
+        holds: list[Hold] = [
+            plan.hold(POPULATE, at=number + 1, when=inside(stuck)) for number in range(budget)
+        ]
+        stuck.resize(64 * MIB)
+        for hold in holds:
+            hold.wait_reached()
+        other = HostMem(8 * MIB, device="cpu")
+        waiting = spawn(other.wait_usable, 1)
+        other.close()  # its threads have no share of the budget, and want none any more
+        assert waiting.exception() is not None
+        for hold in holds:
+            hold.release()
+        stuck.wait_usable(64 * MIB)
+
+
+def test_a_share_is_given_back_also_after_an_error() -> None:
+    def fails() -> None:
+        with populating(lambda: False) as allowed:
+            raise RuntimeError(str(allowed))
+
+    for _ in range(2 * fill_thread_budget()):
+        with pytest.raises(RuntimeError, match="True"):
+            fails()
+
+
+def test_cpus_that_are_refused_are_named(caplog: pytest.LogCaptureFixture, spawn: Spawn) -> None:
+    caplog.set_level(logging.WARNING, "hostmem")
+    spawn(bind_to, ()).result()
+    assert not caplog.records
+    spawn(bind_to, (100_000,)).result()
+    assert "CPUs (100000,) are refused" in caplog.text
+
+
+def test_threads_run_where_they_are_bound(spawn: Spawn) -> None:
+    cpu = max(os.sched_getaffinity(0))
+
+    def bound() -> set[int]:
+        bind_to((cpu,))
+        return os.sched_getaffinity(0)
+
+    assert spawn(bound).result() == {cpu}
+
+
+def test_slots_may_be_larger_than_what_is_populated_ahead() -> None:
+    slot = 96 * MIB
+    with HostMem(2 * slot, device="cpu", slot_size=slot) as memory:
+        memory.wait_usable(2 * slot, 60)
+        assert memory.registrations == [(0, slot), (slot, slot)]
