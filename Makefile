@@ -11,7 +11,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types wheel-test bench clean
+.PHONY: help demo test test-numa lint types wheel-test bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -42,6 +42,11 @@ demo: .venv/runtime.stamp  ## replay a small generated trace over gpu, host and 
 
 test: .venv/dev.stamp  ## run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# A guest with two memory nodes and one without CPUs, in an emulator; packages of Debian or
+# Ubuntu are fetched for it the first time (45 MB into build/guest, nothing is installed).
+test-numa: .venv/dev.stamp  ## run the tests of memory nodes and control groups in a guest
+	$(BIN)/python -m tests.guest $(PYTEST_ARGS)
 
 lint: .venv/dev.stamp  ## check style and format (ruff)
 	$(BIN)/ruff check .

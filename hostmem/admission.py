@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import cached_property
 
 from hostmem import huge_pages
 from hostmem.errors import HostOOMError
@@ -50,9 +51,8 @@ class Admission:
         judge: PageJudge | None,
     ) -> None:
         self._reservation = reservation
+        self._placement = placement
         self._judge = judge
-        self._headroom = HeadroomGauge(placement.nodes, placement.strict)
-        self._pressure = PressureGauge()
         self._resting_since: float | None = None
         self.page_mode = page_mode
         """Pages asked for now."""
@@ -60,6 +60,14 @@ class Admission:
         """Why the fill rests now, or None."""
         self.rests = 0
         """Times it began to rest."""
+
+    @cached_property  # not by who constructs the memory: looking the limits up takes a millisecond
+    def _headroom(self) -> HeadroomGauge:
+        return HeadroomGauge(self._placement.nodes, self._placement.strict)
+
+    @cached_property
+    def _pressure(self) -> PressureGauge:
+        return PressureGauge()
 
     def grant(self, offset: int, least: int, wanted: int) -> int:
         """Say how many bytes from ``offset`` may be taken now: ``least`` to ``wanted``.

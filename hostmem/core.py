@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from hostmem.admission import Admission
 from hostmem.errors import ClosedError, ResourceBusyError
 from hostmem.fill_threads import bind_to, populating
 from hostmem.filler import Filler
@@ -33,7 +32,7 @@ class Core:
 
     Parameters
     ----------
-    reservation, registrations, watermark, admission, filler
+    reservation, registrations, watermark, filler
         The parts.
     slot_size, commit_unit : int
         Bytes.
@@ -43,7 +42,6 @@ class Core:
 
     __slots__ = (
         "__weakref__",
-        "_admission",
         "_cpus",
         "_slot_size",
         "_suspended",
@@ -62,7 +60,6 @@ class Core:
         reservation: Reservation,
         registrations: Registrations,
         watermark: Watermark,
-        admission: Admission,
         filler: Filler,
         *,
         slot_size: int,
@@ -72,7 +69,6 @@ class Core:
         self.reservation = reservation
         self.registrations = registrations
         self.watermark = watermark
-        self._admission = admission
         self.filler = filler
         self._slot_size = slot_size
         self._unit = commit_unit
@@ -189,7 +185,7 @@ class Core:
         page = self.reservation.page_size
         # The pages that were given back: one shared with a neighbour was kept, and holds bytes.
         first, last = align_up(start, page), align_down(end, page)
-        self._admission.grant(start, end - start, end - start)
+        self.filler.admit(start, end - start)
         try:
             self.reservation.allow(first, last)
             step = max(_PIECE, page)

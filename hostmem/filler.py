@@ -86,6 +86,7 @@ class Filler:
         self._taken = 0
         self._populated = 0
         self._done_pieces: dict[int, int] = {}  # start -> end of pieces done out of order
+        self._at_work = 0  # pieces taken and not finished
         self._populate_error: BaseException | None = None
         self._worker: threading.Thread | None = None
         self._running = False
@@ -151,6 +152,11 @@ class Filler:
     def running(self) -> bool:
         """Whether there is a worker that may register."""
         return self._running
+
+    def admit(self, offset: int, nbytes: int) -> None:
+        """Raise `HostOOMError` if memory for ``nbytes`` more, at ``offset``, is not to be had."""
+        with self._lock:
+            self._admission.grant(offset, nbytes, nbytes)
 
     def suspend(self) -> None:
         """Stop, and start nothing before `unsuspend`."""
@@ -317,7 +323,7 @@ class Filler:
                 end = self._registrations.next_end(start, self._target)
                 if self._populated >= end:
                     return end
-                if self._populate_error is not None:
+                if self._populate_error is not None and not self._at_work:
                     # The last whole slots below the page that could not be had.
                     last = align_down(min(self._populated, end), self._slot_size)
                     return last if last > start else None
@@ -345,6 +351,7 @@ class Filler:
             granted, self._granted = self._granted, align_up(end, page)
             self._taken = self._populated = self._granted
             self._done_pieces.clear()
+            self._at_work = 0
         try:
             self._reservation.give_back(end, granted)
         except (OSError, HostOOMError) as error:
@@ -397,7 +404,7 @@ class Filler:
                 wait: float | None = None
                 limit = min(self._target, self._registrations.end + self._ahead)
                 if self._taken < limit and not self._paused:
-                    wait = self._pace() or self._admission.rest()
+                    wait = self._pace() or self._rest()
                     if wait == 0:
                         return self._cut_piece()
                 self._room.wait(wait)
@@ -417,6 +424,7 @@ class Filler:
             self._wake_all()
             return None
         self._taken = end
+        self._at_work += 1
         if self._rate is not None:
             now = time.monotonic()
             self._next_piece_at = max(self._next_piece_at, now) + (end - start) / self._rate
@@ -443,10 +451,15 @@ class Filler:
             return 0.0
         return max(0.0, self._next_piece_at - time.monotonic())
 
+    def _rest(self) -> float:
+        """Seconds that memory pressure asks the fill to rest; never before the first bytes."""
+        return self._admission.rest() if self._taken >= _SMALL_UNTIL else 0.0
+
     def _finish_piece(
         self, start: int, end: int, seconds: float, failure: BaseException | None
     ) -> None:
         with self._lock:
+            self._at_work -= 1
             if failure is not None:
                 self._populate_error = self._populate_error or failure
                 self._wake_all()

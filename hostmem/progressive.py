@@ -192,7 +192,6 @@ class HostMem(Closable):
             reservation,
             registrations,
             self._mark,
-            admission,
             filler,
             slot_size=self._slot_size,
             commit_unit=self._commit_unit,
@@ -326,6 +325,8 @@ class HostMem(Closable):
 
     def is_usable(self, end: int, start: int = 0) -> bool:
         """Tell, without blocking, whether bytes ``[start, end)`` are usable."""
+        if 0 <= start <= end <= self._mark.usable_end:
+            return True
         return self._mark.is_usable(start, end)
 
     def add_usable_callback(
