@@ -35,7 +35,7 @@ from hostmem.errors import (
 )
 from hostmem.lifetime import close_on_signal
 from hostmem.machine import Machine, Node, machine
-from hostmem.placement import Placement, placement_of
+from hostmem.placement import Placement, Stretch, placement_of
 from hostmem.preflight import Preflight, preflight
 from hostmem.progress import FillProgress
 from hostmem.progressive import HostMem
@@ -71,6 +71,7 @@ __all__ = [
     "ResourceBusyError",
     "StaticHostMem",
     "Stream",
+    "Stretch",
     "__version__",
     "capabilities",
     "close_on_signal",

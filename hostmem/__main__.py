@@ -1,4 +1,4 @@
-"""The command line: ``python -m hostmem doctor`` and ``python -m hostmem fill``.
+"""The command line: ``python -m hostmem doctor``, ``fill`` and ``placement``.
 
 Exit status: 0, or 2 for arguments or a machine that cannot do it, or 130 when interrupted.
 """
@@ -6,6 +6,8 @@ Exit status: 0, or 2 for arguments or a machine that cannot do it, or 130 when i
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +15,8 @@ from collections.abc import Sequence
 from hostmem.capabilities import capabilities
 from hostmem.errors import HostmemError
 from hostmem.machine import machine
+from hostmem.preflight import preflight
+from hostmem.process_report import report_process
 from hostmem.progressive import HostMem
 from hostmem.units import Size, format_size, parse_size
 
@@ -26,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         arguments.run(arguments)
+        sys.stdout.flush()  # what cannot be written is told here
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print(f"hostmem {arguments.command}: interrupted", file=sys.stderr)
         return 130
@@ -35,9 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _doctor(_: argparse.Namespace) -> None:
-    """Print what this machine is and what works on it."""
-    print(f"{machine()}\n\n{capabilities()}")
+def _doctor(arguments: argparse.Namespace) -> None:
+    """Print what this machine is, what works on it, and what becomes of a memory on it."""
+    print(f"{machine()}\n\n{capabilities()}\n")
+    print(preflight(arguments.size, device=arguments.device, ranks=arguments.ranks))
 
 
 def _fill(arguments: argparse.Namespace) -> None:
@@ -54,11 +63,13 @@ def _fill(arguments: argparse.Namespace) -> None:
         _follow(memory)
         progress = memory.progress
         first = progress.first_usable_seconds or 0.0
+        placement = memory.placement()
         print(
             f"{format_size(memory.size)} filled in {progress.filled_seconds:.2f} s: "
             f"{format_size(int(progress.rate))}/s with {progress.threads} threads\n"
             f"constructed in {built * 1e3:.1f} ms, first bytes usable {first * 1e3:.1f} ms "
-            f"after the fill began\n\n{memory.placement()}"
+            f"after the fill began\n\n{placement}\n\n"
+            f"{placement.map()}"
         )
 
 
@@ -76,6 +87,18 @@ def _follow(memory: HostMem) -> None:
         print(f"\r{'':<72}\r", end="", file=sys.stderr, flush=True)
 
 
+def _placement(arguments: argparse.Namespace) -> None:
+    """Print where the memory of a process is."""
+    process = _number_or_word(arguments.process)
+    if isinstance(process, str) and process != "self":
+        raise ValueError(f"{process!r} is no number of a process and not 'self'")
+    report = report_process(process)
+    if arguments.json:
+        print(json.dumps(report.as_json(arguments.limit), indent=2))
+    else:
+        print(report.table(arguments.limit))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hostmem", description="Host memory that is usable while it is being committed."
@@ -83,6 +106,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="say what this machine is and what works on it")
     doctor.set_defaults(run=_doctor)
+    doctor.add_argument(
+        "--size", type=_size, default="1GiB", help="of each process (default %(default)s)"
+    )
+    doctor.add_argument("--ranks", type=_positive, default=1, help="processes (default 1)")
+    doctor.add_argument(
+        "--device", type=_number_or_word, default="auto", help="cpu, auto or an ordinal"
+    )
     fill = commands.add_parser("fill", help="fill memory, and say how fast and where")
     fill.set_defaults(run=_fill)
     fill.add_argument("--size", type=_size, default="1GiB", help="(default %(default)s)")
@@ -92,7 +122,18 @@ def _parser() -> argparse.ArgumentParser:
     fill.add_argument("--node", type=_node, default="auto", help="NUMA node, 'auto' or 'none'")
     fill.add_argument("--pages", choices=("small", "huge", "auto"), help="page mode")
     fill.add_argument("--threads", type=_number_or_word, default="auto", help="populating threads")
+    placement = commands.add_parser("placement", help="say where the memory of a process is")
+    placement.set_defaults(run=_placement)
+    placement.add_argument("process", metavar="PID", help="a number or 'self'")
+    placement.add_argument("--limit", type=_positive, default=20, help="mappings (default 20)")
+    placement.add_argument("--json", action="store_true", help="for programs, sizes in bytes")
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1")
+    return int(text)
 
 
 def _size(text: str) -> Size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ __all__ = ["Core"]
 log = logging.getLogger("hostmem")
 
 _PIECE = 2 << 20
+_ALONE = 64 << 20  # bytes that the calling thread populates itself: starting others takes as long
 
 
 class Core:
@@ -158,8 +160,14 @@ class Core:
     def recommit(self, offset: int, nbytes: int) -> None:
         """Bring released units back, one after the other."""
         units = self._released_units(offset, nbytes)
-        threads = max(1, min(self.filler.threads, align_up(nbytes, _PIECE) // _PIECE))
-        with ThreadPoolExecutor(threads, "hostmem-populate", bind_to, (self._cpus,)) as crew:
+        with contextlib.ExitStack() as stack:
+            crew = None
+            if nbytes > _ALONE and self.filler.threads > 1:
+                crew = stack.enter_context(
+                    ThreadPoolExecutor(
+                        self.filler.threads, "hostmem-populate", bind_to, (self._cpus,)
+                    )
+                )
             for start, size in units:
                 with self.lock:
                     self.check_open()
@@ -180,7 +188,7 @@ class Core:
             )
         return units
 
-    def _commit(self, start: int, end: int, crew: ThreadPoolExecutor) -> None:
+    def _commit(self, start: int, end: int, crew: ThreadPoolExecutor | None) -> None:
         """Make a released range what it was before, or leave it released."""
         page = self.reservation.page_size
         # The pages that were given back: one shared with a neighbour was kept, and holds bytes.
@@ -189,13 +197,15 @@ class Core:
         try:
             self.reservation.allow(first, last)
             step = max(_PIECE, page)
-            jobs = [
-                crew.submit(self._populate, at, min(at + step, last))
-                for at in range(first, last, step)
-            ]
-            wait(jobs)
-            for job in jobs:
-                job.result()
+            pieces = [(at, min(at + step, last)) for at in range(first, last, step)]
+            if crew is None:
+                for piece in pieces:
+                    self._populate(*piece)
+            else:
+                jobs = [crew.submit(self._populate, *piece) for piece in pieces]
+                wait(jobs)
+                for job in jobs:
+                    job.result()
             at = start
             while at < end:
                 stop = self.registrations.next_end(at, end)

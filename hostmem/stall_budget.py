@@ -8,11 +8,11 @@ from statistics import median_low
 __all__ = ["StallBudget"]
 
 _MIB = 1 << 20
-_SMALLEST = _MIB // 2
+_SMALLEST = _MIB
 _LARGEST = 8 * _MIB  # larger ones block the process's other calls for a larger share of the time
 _LARGEST_UNBOUND = 32 * _MIB  # larger ones are no faster
 _SAMPLES = 5
-_SHARE = 4  # as a rule a call takes this part of the budget, since some take a multiple of the rule
+_SHARE = 2  # as a rule a call takes this part of the budget, since some take twice the rule
 
 
 class StallBudget:

@@ -28,11 +28,13 @@ __all__ = [
     "advise_no_fork",
     "advise_small",
     "allow",
+    "are_huge",
     "copy",
     "copy_one_by_one",
     "deny",
     "discard",
     "get_policy",
+    "huge_regions",
     "iovecs",
     "node_of_pages",
     "populate",
@@ -342,13 +344,17 @@ def get_policy(address: int) -> tuple[Policy, tuple[int, ...]]:
     return Policy(int(mode[0]) & 0xFF), tuple(np.flatnonzero(bits).tolist())
 
 
-def node_of_pages(addresses: NDArray[np.uint64]) -> NDArray[np.int32]:
+def node_of_pages(
+    addresses: NDArray[np.uint64], status: NDArray[np.int32] | None = None
+) -> NDArray[np.int32]:
     """Ask where pages are (move_pages that moves nothing).
 
     Parameters
     ----------
     addresses : uint64 array, shape (pages,), contiguous
         One address in each page.
+    status : int32 array, shape (pages or more,), contiguous, optional
+        Where the answer goes; a new array where omitted.
 
     Returns
     -------
@@ -356,7 +362,8 @@ def node_of_pages(addresses: NDArray[np.uint64]) -> NDArray[np.int32]:
         The node, or a negative errno: -ENOENT where nothing is resident, -EFAULT where nothing is
         mapped or the page is the shared zero page.
     """
-    status = np.full(len(addresses), -errno.ENOENT, np.int32)
+    status = np.empty(len(addresses), np.int32) if status is None else status[: len(addresses)]
+    status.fill(-errno.ENOENT)
     result, number = _syscall(
         "move_pages", 0, len(addresses), addresses.ctypes.data, 0, status.ctypes.data, 0
     )
@@ -366,7 +373,7 @@ def node_of_pages(addresses: NDArray[np.uint64]) -> NDArray[np.int32]:
 
 
 _PAGEMAP_SCAN = 0xC060_6610  # _IOWR('f', 16, struct pm_scan_arg)
-_PAGE_IS_PRESENT, _PAGE_IS_HUGE = 1 << 3, 1 << 6
+_PAGE_IS_PRESENT, _PAGE_IS_ZERO, _PAGE_IS_HUGE = 1 << 3, 1 << 5, 1 << 6
 _REGIONS = 1024
 
 
@@ -383,28 +390,64 @@ def resident_by_page_kind(address: int, nbytes: int) -> tuple[int, int]:
     OSError
         ENOTTY before Linux 6.7; EPERM or ENOENT where /proc is not there.
     """
-    regions = np.zeros((_REGIONS, 3), np.uint64)
     totals = [0, 0]
     with _descriptor("/proc/self/pagemap") as fd:
-        start, end = address, address + nbytes
-        while start < end:
-            scan = ffi.new("struct pm_scan_arg *")
-            scan.size = ffi.sizeof("struct pm_scan_arg")
-            scan.start, scan.end = start, end
-            scan.vec, scan.vec_len = regions.ctypes.data, _REGIONS
-            scan.category_mask = _PAGE_IS_PRESENT
-            scan.return_mask = _PAGE_IS_PRESENT | _PAGE_IS_HUGE
-            number = intercept("ioctl", fd, _PAGEMAP_SCAN)
-            count = -1 if number else _lib.ioctl(fd, _PAGEMAP_SCAN, scan)
-            if count < 0:
-                raise _error(number or ffi.errno, "ioctl(PAGEMAP_SCAN)", address, nbytes)
-            found = regions[:count]
+        for found in _scan(fd, address, nbytes, _PAGE_IS_PRESENT):
             lengths = (found[:, 1] - found[:, 0]).astype(np.int64)
             huge = (found[:, 2] & np.uint64(_PAGE_IS_HUGE)) != 0
             totals[0] += int(lengths[~huge].sum())
             totals[1] += int(lengths[huge].sum())
-            start = int(scan.walk_end)
     return totals[0], totals[1]
+
+
+def huge_regions(address: int, nbytes: int) -> NDArray[np.uint64]:
+    """Find what of a page range is mapped by huge pages, THP or hugetlb (PAGEMAP_SCAN).
+
+    Returns
+    -------
+    uint64 array, shape (regions, 2)
+        First address and end of each region, ascending, cut to the range.
+
+    Raises
+    ------
+    OSError
+        As `resident_by_page_kind`.
+    """
+    wanted = _PAGE_IS_PRESENT | _PAGE_IS_HUGE
+    with _descriptor("/proc/self/pagemap") as fd:
+        found = [f[:, :2].copy() for f in _scan(fd, address, nbytes, wanted)]
+    return np.concatenate(found) if found else np.zeros((0, 2), np.uint64)
+
+
+def are_huge(addresses: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Tell of single pages whether a huge page maps them; about 5 us each, as `huge_regions`."""
+    page, wanted = os.sysconf("SC_PAGESIZE"), _PAGE_IS_PRESENT | _PAGE_IS_HUGE
+    with _descriptor("/proc/self/pagemap") as fd:
+        found = [sum(map(len, _scan(fd, address, page, wanted))) for address in addresses.tolist()]
+    return np.array(found, np.bool_)
+
+
+def _scan(fd: int, address: int, nbytes: int, wanted: int) -> Iterator[NDArray[np.uint64]]:
+    """Yield the regions (start, end, categories) that have all the wanted categories.
+
+    Each array is gone with the next. The shared zero page is nobody's memory: never in them.
+    """
+    start, end = address, address + nbytes
+    regions = np.empty((min(_REGIONS, nbytes // os.sysconf("SC_PAGESIZE") + 1), 3), np.uint64)
+    scan = ffi.new("struct pm_scan_arg *")
+    scan.size = ffi.sizeof("struct pm_scan_arg")
+    scan.end, scan.vec, scan.vec_len = end, regions.ctypes.data, len(regions)
+    scan.category_inverted = _PAGE_IS_ZERO
+    scan.category_mask = wanted | _PAGE_IS_ZERO
+    scan.return_mask = _PAGE_IS_PRESENT | _PAGE_IS_HUGE
+    while start < end:
+        scan.start = start
+        number = intercept("ioctl", fd, _PAGEMAP_SCAN)
+        count = -1 if number else _lib.ioctl(fd, _PAGEMAP_SCAN, scan)
+        if count < 0:
+            raise _error(number or ffi.errno, "ioctl(PAGEMAP_SCAN)", address, nbytes)
+        yield regions[:count]
+        start = int(scan.walk_end)
 
 
 @contextlib.contextmanager

@@ -184,7 +184,7 @@ def test_a_memory_that_does_not_fit_fills_as_far_as_it_does(
 
     monkeypatch.setattr(HeadroomGauge, "read", read)
     with HostMem(256 * MIB, device="cpu", commit_unit=16 * MIB) as memory:
-        with pytest.raises(HostOOMError, match="16 MiB more at offset .*the test"):
+        with pytest.raises(HostOOMError, match=r"16 MiB more at offset .*the test"):
             memory.wait_usable(256 * MIB)
         filled = memory.committed
         assert filled == 64 * MIB
@@ -223,7 +223,7 @@ def test_a_hugetlb_memory_is_refused_at_the_first_unit_that_the_pool_has_not(
         pytest.skip(f"hugetlb: {error}")
     with memory:
         memory.resize(0)
-        monkeypatch.setattr("hostmem.huge_pages.pools", lambda: {})
+        monkeypatch.setattr("hostmem.huge_pages.pools", dict)
         memory.resize("64MiB")
         with pytest.raises(HostOOMError, match="hugetlb pool of 2 MiB pages leaves 0"):
             memory.wait_usable(64 * MIB)

@@ -664,6 +664,81 @@ def test_a_registration_ends_where_the_memory_says(
         stream.synchronize()
 
 
+def test_a_consolidated_memory_is_copied_in_one_piece_and_a_cut_one_is_not(
+    device: CudaDevice, stream: Stream, allocate: Allocate
+) -> None:
+    on_device = allocate(16 * MIB)
+    data = numbers(16 * MIB)
+    with HostMem("16MiB", device=device, commit_unit="4MiB", wait=True) as memory:
+        memory.view()[:] = data
+        with refused(INVALID_VALUE):
+            copy(stream, on_device.address, memory.address, 16 * MIB)
+        memory.consolidate()
+        copy(stream, on_device.address, memory.address, 16 * MIB)
+        stream.synchronize()
+        memory.view()[:] = 0
+        copy(stream, memory.address, on_device.address, 16 * MIB)
+        stream.synchronize()
+        assert np.array_equal(memory.view(), data)
+        memory.release(4 * MIB, 4 * MIB)
+        assert memory.registrations == [(0, 4 * MIB), (8 * MIB, 8 * MIB)]
+        assert np.array_equal(memory.view(8 * MIB), data[8 * MIB :])
+        copy(stream, on_device.address, memory.address + 8 * MIB, 8 * MIB)
+        stream.synchronize()
+
+
+def test_a_released_unit_comes_back_registered(
+    device: CudaDevice, stream: Stream, allocate: Allocate
+) -> None:
+    on_device = allocate(4 * MIB)
+    data = numbers(MIB)
+    unit = 4 * MIB
+    with HostMem(3 * unit, device=device, commit_unit=unit, stall_budget=None, wait=True) as memory:
+        memory.release(unit, unit)
+        with refused(NOT_REGISTERED):
+            device.unregister(memory.address + 4 * MIB)
+        memory.recommit(4 * MIB, 4 * MIB)
+        view = memory.view(4 * MIB, MIB, one_registration=True)
+        assert not view.any()
+        view[:] = data
+        copy(stream, on_device.address, memory.address + 4 * MIB, MIB)
+        stream.synchronize()
+        view[:] = 0
+        copy(stream, memory.address + 4 * MIB, on_device.address, MIB)
+        stream.synchronize()
+        assert np.array_equal(view, data)
+        del view
+
+
+def test_a_suspended_memory_keeps_its_bytes_and_is_registered_again(
+    device: CudaDevice, stream: Stream, allocate: Allocate
+) -> None:
+    on_device = allocate(8 * MIB)
+    data = numbers(8 * MIB)
+    with HostMem("8MiB", device=device, wait=True) as memory:
+        memory.view()[:] = data
+        before = memory.registrations
+        memory.suspend_registration()
+        for offset, _ in before:
+            with refused(NOT_REGISTERED):
+                device.unregister(memory.address + offset)
+        assert np.array_equal(memory.view(), data)
+        memory.resume_registration()
+        assert memory.registrations == before
+        end = memory.boundary_after(0)
+        copy(stream, on_device.address, memory.address, end)
+        stream.synchronize()
+
+
+def test_the_size_of_registrations_follows_the_time_they_take(device: CudaDevice) -> None:
+    with HostMem("64MiB", device=device, stall_budget=1e-9, wait=True) as memory:
+        assert memory.progress.registration_size == MIB
+        assert memory.registrations[-1][1] == MIB
+        assert memory.progress.longest_registration_seconds > 0
+    with HostMem("128MiB", device=device, stall_budget=None, wait=True) as memory:
+        assert memory.registrations[-1] == (96 * MIB, 32 * MIB)
+
+
 def test_a_static_memory_is_one_registration(
     device: CudaDevice, stream: Stream, allocate: Allocate
 ) -> None:

@@ -316,6 +316,27 @@ def test_mappings_stay_bounded(maps: Maps) -> None:
         assert m.committed == m.size
 
 
+def test_the_placement_shows_every_state(caplog: pytest.LogCaptureFixture) -> None:
+    with filled(4 * UNIT, 8 * UNIT, on_register_failure="pageable") as memory:
+        memory.release(UNIT, 2 * UNIT)
+        with FaultPlan() as plan:
+            plan.fail("cuMemHostRegister", 801, times=None)
+            memory.recommit(2 * UNIT, UNIT)
+        assert memory.placement().bytes_by_state == {
+            "resident": 3 * UNIT,
+            "registered": 2 * UNIT,
+            "quarantined": UNIT,
+            "released": UNIT,
+            "reserved": 4 * UNIT,
+        }
+        memory.suspend_registration()
+        states = memory.placement(detail=True, sample=256).bytes_by_state
+        assert (states["suspended"], states.get("registered", 0)) == (2 * UNIT, 0)
+        memory.resize(MIB)  # the rest of a registration is kept
+        states = memory.placement().bytes_by_state
+        assert states["resident"] + states["reserved"] == 8 * UNIT
+
+
 # --------------------------------------------------------------- suspended, and consolidated
 
 

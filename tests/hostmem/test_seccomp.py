@@ -86,9 +86,11 @@ def test_a_strict_memory_is_refused_with_the_remedy(found: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("whose", ["method", "of_others"])
-def test_places_are_not_verifiable(found: dict[str, Any], whose: str) -> None:
-    assert found[whose].startswith("not verifiable: move_pages")
-    assert found["bytes_by_node"] == {}
+def test_places_are_read_from_numa_maps(found: dict[str, Any], whose: str) -> None:
+    assert found[whose].startswith("numa_maps, totals of")
+    assert "move_pages" in found[whose]
+    assert "EPERM" in found[whose]
+    assert sum(found["bytes_by_node"].values()) >= 4 << 20
 
 
 def test_capabilities_name_what_is_forbidden(found: dict[str, Any]) -> None:

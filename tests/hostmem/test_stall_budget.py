@@ -27,20 +27,20 @@ def test_fast_calls_keep_the_largest_size() -> None:
 
 def test_slow_calls_halve_the_size_until_they_keep_the_budget() -> None:
     budget = StallBudget(2e-3)
-    per_mib = 0.4e-3  # 8 MiB: 3.2 ms
+    per_mib = 0.8e-3  # 8 MiB: 6.4 ms
     sizes = []
     for _ in range(8):
         sizes.append(budget.size // MIB)
         budget.note(budget.size, budget.size / MIB * per_mib)
     assert sizes == [8, 4, 2, 1, 1, 1, 1, 1]
-    assert budget.size / MIB * per_mib <= 2e-3 / 4
+    assert budget.size / MIB * per_mib <= 2e-3 / 2
 
 
 def test_a_smallest_size_remains() -> None:
     budget = StallBudget(1e-6)
     for _ in range(20):
         budget.note(budget.size, 1.0)
-    assert budget.size == MIB // 2
+    assert budget.size == MIB
 
 
 def test_one_slow_call_counts_for_one() -> None:
