@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device", type=_number_or_word, default="auto", help="cpu, auto or an ordinal"
     )
     fill.add_argument("--node", type=_node, default="auto", help="NUMA node, 'auto' or 'none'")
-    fill.add_argument("--pages", choices=("small", "huge", "auto"), help="page mode")
+    fill.add_argument("--pages", help="small, huge, auto, hugetlb or hugetlb-SIZE")
     fill.add_argument("--threads", type=_number_or_word, default="auto", help="populating threads")
     placement = commands.add_parser("placement", help="say where the memory of a process is")
     placement.set_defaults(run=_placement)

@@ -206,6 +206,9 @@ class Core:
                 wait(jobs)
                 for job in jobs:
                     job.result()
+            # Parts of pages that the neighbours have, too: these are not fresh.
+            self.reservation.zero(start, min(first, end))
+            self.reservation.zero(max(last, start), end)
             at = start
             while at < end:
                 stop = self.registrations.next_end(at, end)

@@ -125,17 +125,20 @@ def apply_placement(request: PlacementRequest, address: int, nbytes: int) -> str
     except OSError as error:
         if request.strict:
             raise PlacementRefusedError(
-                f"strict placement on {request}: {error}; run with CAP_SYS_NICE or a seccomp "
-                "profile that allows mbind, or use allow_remote_numa_fallback=True",
+                f"strict placement on {request}: mbind: {linux.meaning(error.errno)}; run with "
+                "CAP_SYS_NICE or a seccomp profile that allows mbind, or use "
+                "allow_remote_numa_fallback=True",
                 node=request.node,
                 call="mbind",
                 errno=error.errno,
             ) from error
-        return f"refused ({error.strerror or error}); by first touch of threads on the node"
+        return (
+            f"refused (mbind: {linux.meaning(error.errno)}); by first touch of threads on the node"
+        )
     try:
         accepted = linux.get_policy(address)
     except OSError as error:
-        return f"accepted, not verifiable ({error.strerror or error})"
+        return f"accepted, not verifiable (get_mempolicy: {linux.meaning(error.errno)})"
     if request.strict and accepted != (request.policy, tuple(sorted(request.nodes))):
         raise PlacementRefusedError(
             f"strict placement on {request}: the kernel accepted it and reports "

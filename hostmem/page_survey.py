@@ -156,7 +156,7 @@ class _Count:
         try:
             kinds = self._huge(addresses)
         except OSError as error:
-            self.why_no_sizes = str(error.strerror or error)
+            self.why_no_sizes = f"PAGEMAP_SCAN: {linux.meaning(error.errno)}"
             return None
         if kinds is not None:
             self._name_pools(pages, kinds)

@@ -172,7 +172,7 @@ def placement_of(
     try:
         accepted = describe_policy(*linux.get_policy(address)) if size else "no policy"
     except OSError as error:
-        accepted = f"not verifiable ({error.strerror or error})"
+        accepted = f"not verifiable (get_mempolicy: {linux.meaning(error.errno)})"
     return find_placement(address, size, "no policy", accepted, detail=detail, sample=sample)
 
 
@@ -215,7 +215,7 @@ def find_placement(
     try:
         survey = survey_pages(address, nbytes, parts, by_name.get("reserved", ()), sample)
     except OSError as error:
-        return _by_mappings(blank, by_name, parts, f"move_pages: {error.strerror or error}")
+        return _by_mappings(blank, by_name, parts, f"move_pages: {linux.meaning(error.errno)}")
     return _by_pages(blank, by_name, survey)
 
 

@@ -72,7 +72,8 @@ class Preflight:
 
     def __str__(self) -> str:
         each = f" for each of {self.ranks} processes" if self.ranks > 1 else ""
-        answer = "fits" if self.fits else f"does not fit: {self.limits[0]}"
+        short = self.limits[0] if self.limits else None
+        answer = "fits" if self.fits or short is None else f"does not fit: {short.name} says no"
         most = format_size(self.recommended) if self.recommended else "nothing"
         rows = [
             ("asked", f"{format_size(self.size)}{each} on {self.device}"),

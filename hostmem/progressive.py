@@ -66,10 +66,11 @@ class HostMem(Closable):
         them. None: no policy.
     allow_remote_numa_fallback : bool
         True: the node is preferred. False: the node is enforced, and anything else is an error.
-    page_mode : "small", "huge", "auto", "hugetlb" or None
+    page_mode : "small", "huge", "auto", "hugetlb", "hugetlb-1GiB" or None
         Pages to ask for; None: as the environment variable ``HOSTMEM_THP`` (0, 1, auto) says,
         small where it is not set. ``"auto"`` takes huge pages as long as the node has them in
-        stock; ``"hugetlb"`` takes those that the administrator set aside.
+        stock; ``"hugetlb"`` takes those that the administrator set aside, of the default size or of
+        the one that is named.
     fill_threads : "auto" or int
         Populating threads; they share one budget per process with those of other objects.
     fill_rate : float, optional
@@ -98,6 +99,9 @@ class HostMem(Closable):
     -----
     Every method may be called from any thread. Close it, or use it as a context manager; one that
     is dropped is closed all the same, on another thread, with a `ResourceWarning`.
+
+    Processes of a host take turns inside the driver's registration, by a lock on a file; the
+    environment variable ``HOSTMEM_TURNS`` names another file, or switches that off (0).
 
     Examples
     --------
@@ -330,9 +334,9 @@ class HostMem(Closable):
         return self._mark.is_usable(start, end)
 
     def add_usable_callback(
-        self, end: int, function: Callable[[BaseException | None], object]
+        self, end: int, function: Callable[[BaseException | None], object], *, start: int = 0
     ) -> None:
-        """Call ``function(error_or_None)`` once when bytes ``[0, end)`` are usable, or will not be.
+        """Call ``function(error_or_None)`` once when bytes ``[start, end)`` are, or will not be.
 
         It runs on a thread of ours, one callback after another, at once if they are usable already.
         What it raises is logged.
@@ -340,12 +344,12 @@ class HostMem(Closable):
         Raises
         ------
         ValueError
-            ``end`` is negative or past the size.
+            As `wait_usable`.
         """
         callbacks.start()
-        self._mark.add_callback(end, function)
+        self._mark.add_callback(end, function, start)
 
-    async def wait_usable_async(self, end: int) -> None:
+    async def wait_usable_async(self, end: int, *, start: int = 0) -> None:
         """Await what `wait_usable` blocks for, and raise what it raises."""
         import asyncio  # whoever awaits has paid for it; nobody else should
 
@@ -365,7 +369,7 @@ class HostMem(Closable):
                 loop.call_soon_threadsafe(settle, error)
 
         callbacks.start()
-        callback = self._mark.add_callback(end, arrived)
+        callback = self._mark.add_callback(end, arrived, start)
         try:
             await done
         finally:
@@ -405,7 +409,8 @@ class HostMem(Closable):
     def release(self, offset: int, nbytes: int) -> None:
         """Give whole commit units in the middle back; their bytes are lost.
 
-        Blocks while they are unregistered and unmapped. The size and all other bytes stay; waits
+        Blocks while they are unregistered and unmapped. Memory is given back by whole pages: units
+        should be multiples of them. The size and all other bytes stay; waits
         and views for the range, and `wait_usable` without ``start`` beyond it, are refused until
         `recommit`. The range must be idle: no copy may be under way there, nor in a registration
         that `consolidate` made and that holds it.
@@ -429,7 +434,7 @@ class HostMem(Closable):
         self._core.release(offset, nbytes)
 
     def recommit(self, offset: int, nbytes: int) -> None:
-        """Bring released units back, zeroed; blocks until they are usable.
+        """Bring released units back, all zero; blocks until they are usable.
 
         Unit by unit: after a failure those before it are back, and `released` names the others.
 
@@ -715,7 +720,11 @@ class HostMem(Closable):
             f"capacity       {format_size(self.capacity)} at {self.address:#x}",
             f"fill           {progress}",
             f"device         {self.device.name}",
-            f"registered     {progress.registrations} ranges, {len(self.quarantined)} quarantined",
+            f"registered     {progress.registrations} ranges, {len(self.quarantined)} quarantined, "
+            f"longest call {progress.longest_registration_seconds * 1e3:.1f} ms",
+            f"turns          {self.device.turns.state}",
+            f"released       {format_size(progress.released)}",
+            f"rests          {progress.rests} for memory pressure, {progress.pauses} pauses",
             f"pages          asked {self.page_mode}, now {progress.page_mode}",
             f"placement      asked {self._placement}, accepted {self._accepted}",
             f"waiting        {self._mark.waiting}",

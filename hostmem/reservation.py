@@ -113,6 +113,11 @@ class Reservation:
             available=free * self.hugetlb_size,
         )
 
+    def zero(self, start: int, end: int) -> None:
+        """Write zeros over ``[start, end)``, which must be accessible."""
+        if start < end:
+            linux.zero(self.address + start, end - start)
+
     def use_small_pages_from(self, offset: int) -> None:
         """Ask for small pages only, from the first whole page past ``offset`` to the end.
 

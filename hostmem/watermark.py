@@ -38,12 +38,12 @@ class _Waiter:
 
 
 class _Callback:
-    """A function to be called, on a thread of ours, when an end is usable."""
+    """A function to be called, on a thread of ours, when a range is usable."""
 
     __slots__ = ("end", "function", "settled", "start")
 
-    def __init__(self, end: int, function: Callable[[Outcome], object]) -> None:
-        self.start = 0
+    def __init__(self, start: int, end: int, function: Callable[[Outcome], object]) -> None:
+        self.start = start
         self.end = end
         self.function = function
         self.settled = False
@@ -211,18 +211,20 @@ class Watermark:
             finally:
                 del outcome  # else error and frame hold each other, and the callers' views
 
-    def add_callback(self, end: int, function: Callable[[Outcome], object]) -> _Callback:
-        """Call ``function(error_or_None)`` once when ``end`` is usable or settled not to be.
+    def add_callback(
+        self, end: int, function: Callable[[Outcome], object], start: int = 0
+    ) -> _Callback:
+        """Call ``function(error_or_None)`` once when a range is usable or settled not to be.
 
         Returns
         -------
         object
             For `forget`.
         """
-        callback = _Callback(end, function)
+        callback = _Callback(start, end, function)
         with self._lock:
             try:
-                usable = self._verdict(0, end)
+                usable = self._verdict(start, end)
             except HostmemError as error:
                 callback.settle(error)
                 return callback
@@ -315,6 +317,7 @@ def _told_again(cause: BaseException, end: int, usable_end: int) -> BaseExceptio
         vars(error).update(end=end, committed=usable_end)
     else:
         kind = type(cause) if isinstance(cause, HostOOMError | RegistrationError) else HostmemError
-        error = kind(message, end=end, committed=usable_end)
+        facts = getattr(cause, "facts", {})
+        error = kind(message, **{**facts, "end": end, "committed": usable_end})
     error.__cause__ = cause  # now: a retry may have cleared the failure when the waiter wakes
     return error

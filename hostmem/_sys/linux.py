@@ -36,6 +36,7 @@ __all__ = [
     "get_policy",
     "huge_regions",
     "iovecs",
+    "meaning",
     "node_of_pages",
     "populate",
     "preadv",
@@ -45,6 +46,7 @@ __all__ = [
     "set_policy",
     "touch",
     "unmap",
+    "zero",
 ]
 
 
@@ -95,10 +97,16 @@ def _pointer(address: int) -> Any:
     return ffi.cast("void *", address)
 
 
+def meaning(number: int | None) -> str:
+    """Say what an errno means: ``Operation not permitted (EPERM)``."""
+    if number is None:
+        return "no reason given"
+    return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
+
+
 def _error(number: int, call: str, address: int, nbytes: int, what: str = "") -> OSError:
     """Build the exception for an errno: which call, which range, what the errno means."""
-    name = errno.errorcode.get(number, str(number))
-    message = f"{call} of {nbytes} bytes at {address:#x}: {os.strerror(number)} ({name})"
+    message = f"{call} of {nbytes} bytes at {address:#x}: {meaning(number)}"
     return OSError(number, f"{message}; {what}" if what else message)
 
 
@@ -251,6 +259,11 @@ def touch(address: int, nbytes: int) -> None:
     """Fault a page range in by writing a zero to each page, which must never have been used."""
     array = np.frombuffer(ffi.buffer(_pointer(address), nbytes), np.uint8)
     array[:: os.sysconf("SC_PAGESIZE")] = 0
+
+
+def zero(address: int, nbytes: int) -> None:
+    """Write zeros over a range."""
+    np.frombuffer(ffi.buffer(_pointer(address), nbytes), np.uint8)[:] = 0
 
 
 def discard(address: int, nbytes: int) -> None:

@@ -154,9 +154,7 @@ def test_huge_pages_are_given_up_once_where_there_are_none(
         door.choose_pages(8 * MIB, 32 * MIB)
         door.choose_pages(16 * MIB, 32 * MIB)
         door.note(MIB, 1.0)
-        assert plan.calls("madvise(MADV_NOHUGEPAGE)") == [
-            (reservation.address + 8 * MIB, 56 * MIB)
-        ]
+        assert plan.calls("madvise(MADV_NOHUGEPAGE)") == [(reservation.address + 8 * MIB, 56 * MIB)]
     assert door.page_mode == "small"
     assert caplog.text.count("small pages from offset 8388608 on") == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hostmem import (
 )
 from hostmem.testing import FaultPlan
 from tests.hostmem.conftest import Maps
-from tests.threads import Spawn
+from tests.threads import Spawn, Until
 
 MIB = 1 << 20
 UNIT = 4 * MIB
@@ -84,6 +85,30 @@ def test_what_is_usable_is_told_range_by_range() -> None:
             memory.wait_usable(1, start=2)
         with pytest.raises(ValueError, match="start: -1"):
             memory.wait_usable(1, start=-1)
+
+
+def test_a_unit_smaller_than_a_page_comes_back_zero() -> None:
+    with HostMem(80_000, device="cpu", commit_unit=500, wait=True) as memory:
+        memory.view()[:] = 7
+        memory.release(500, 1000)
+        memory.recommit(500, 1000)
+        assert memory.view(0, 500).min() == memory.view(1500, 500).min() == 7
+        assert not memory.view(500, 1000).any()
+
+
+def test_what_lies_past_a_hole_is_waited_for_by_callback_and_asyncio(until: Until) -> None:
+    outcomes: list[BaseException | None] = []
+    with filled() as memory:
+        memory.release(0, UNIT)
+        memory.add_usable_callback(4 * UNIT, outcomes.append, start=UNIT)
+        with pytest.raises(ValueError, match="were released"):
+            memory.add_usable_callback(4 * UNIT, outcomes.append)
+        asyncio.run(memory.wait_usable_async(4 * UNIT, start=UNIT))
+        refused = memory.wait_usable_async(4 * UNIT)
+        with pytest.raises(ValueError, match="were released"):
+            asyncio.run(refused)
+        until(lambda: outcomes)
+        assert outcomes == [None]
 
 
 def test_a_wait_across_a_unit_ends_when_that_is_released(spawn: Spawn) -> None:
@@ -244,6 +269,7 @@ def test_pages_shared_with_neighbours_keep_their_bytes() -> None:
             plan.fail(POPULATE, errno.EINVAL, times=None)  # pages are touched instead
             memory.recommit(0, unit)
         assert memory.view(unit, unit).min() == 7
+        assert not memory.view(0, unit).any()
         memory.release(unit, unit)  # the last
         memory.recommit(unit, unit)
         assert memory.committed == memory.size

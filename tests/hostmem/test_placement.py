@@ -658,7 +658,7 @@ def test_without_proc_nothing_is_verifiable(monkeypatch: pytest.MonkeyPatch, mem
         plan.fail("ioctl", errno.ENOTTY)
         found = placement_of(memory, 8 * PAGE)
     assert found.bytes_by_page_size == {}
-    assert "page sizes not verifiable (ioctl(PAGEMAP_SCAN)" in found.method
+    assert "page sizes not verifiable (PAGEMAP_SCAN: " in found.method
 
 
 def test_half_an_answer_is_none(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:

@@ -8,13 +8,10 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
-
 import hostmem
 from hostmem._version import __version__
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
 
 
 def test_the_version_is_kept_in_one_place() -> None:
@@ -37,27 +34,3 @@ def test_the_package_and_its_metadata_give_the_version() -> None:
 def test_the_changelog_has_the_version() -> None:
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert __version__ in headings
-
-
-def readme_examples() -> list[object]:
-    """Return the python blocks of the README, each padded so that its lines keep their numbers."""
-    text = README.read_text() if README.exists() else ""
-    return [
-        pytest.param("\n" * line + match[1], id=f"line{line + 1}")
-        for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-        for line in [text.count("\n", 0, match.start(1))]
-    ]
-
-
-@pytest.mark.parametrize("code", readme_examples())
-def test_the_readme_example_runs(
-    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # an example may write files
-    exec(compile(code, str(README), "exec"), {"__name__": "__main__"})
-
-
-@pytest.mark.parametrize("name", ["HostMem", "BlockCache"])
-def test_the_readme_shows(name: str) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert any(name in block for block in blocks)

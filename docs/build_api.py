@@ -1,0 +1,136 @@
+"""Write docs/api.md, the reference of hostmem's public names, from their docstrings.
+
+python -m docs.build_api
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+import textwrap
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import hostmem
+import hostmem.testing
+
+PAGE = Path(__file__).with_name("api.md")
+GROUPS = {
+    "Memory": "HostMem FillProgress StaticHostMem close_on_signal",
+    "What can be had here": "preflight Preflight machine Machine Node capabilities Capabilities "
+    "Capability",
+    "Where memory is": "placement_of Placement Stretch",
+    "Devices": "resolve_device Device CpuDevice CudaDevice CudaMemory Stream Event HostEvent",
+    "Errors": "HostmemError OutOfMemoryError HostOOMError CuOOMError DiskOOMError CuError "
+    "RegistrationError PlacementRefusedError ResourceBusyError ClosedError OutOfPagesError "
+    "CorruptedError PeerInitError",
+    "Test kit": "FaultPlan Hold FakeDriver",
+}
+INTRODUCTION = """# API reference of hostmem
+
+Made from the docstrings by `python -m docs.build_api`; do not edit. Methods without a text are
+described at the class that they come from. Sizes are bytes, or text such as `"64GiB"`; times are
+seconds. All names are in `hostmem`, those of the test kit in `hostmem.testing`."""
+WITHOUT_METHODS = ("FakeDriver",)  # they are the driver's
+SECTION = re.compile(r"^(\w+)\n-{3,}\n", re.MULTILINE)
+ENTRY = re.compile(r"^(\S.*?)(?: : (.*))?$\n?((?:^ .*$\n?|^\n)*)", re.MULTILINE)
+
+REPR = re.compile(r"<(?:class ')?([\w.]+)[^>]*>")  # of a default that is a type or an enum
+
+
+def render() -> str:
+    """Return the text of the page."""
+    anchors = {title: title.lower().replace(" ", "-") for title in GROUPS}
+    parts = [INTRODUCTION, "\n".join(f"- [{title}](#{at})" for title, at in anchors.items())]
+    for title, names in GROUPS.items():
+        parts.append(f"## {title}")
+        for name in names.split():
+            parts += _name(name, getattr(hostmem, name, None) or getattr(hostmem.testing, name))
+    return "\n\n".join(parts) + "\n"
+
+
+def _name(name: str, thing: Any) -> Iterator[str]:
+    yield f"### {name}"
+    if not inspect.isclass(thing):
+        yield from _function(name, thing)
+        return
+    bases = [f"`{base.__name__}`" for base in thing.__bases__ if base.__name__ != "Closable"]
+    if bases not in (["`object`"], ["`ABC`"], []):
+        yield f"A kind of {' and '.join(bases)}."
+    if "__init__" in vars(thing) and not dataclasses.is_dataclass(thing):
+        yield _signature(name, thing)
+    yield _markdown(thing.__doc__)
+    if fields := [f"- `{field}`: {_line(text)}" for field, text in _attributes(thing)]:
+        yield "**Attributes**\n\n" + "\n".join(fields)
+    for member, value in vars(thing).items():
+        public = inspect.isfunction(value) and value.__doc__ and not member.startswith("_")
+        if public and name not in WITHOUT_METHODS:
+            yield f"#### {name}.{member}"
+            yield from _function(member, value)
+
+
+def _attributes(thing: type) -> Iterator[tuple[str, str]]:
+    """Yield what has a text below its assignment, in the class or its constructor; properties."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) or getattr(node, "name", "") == "__init__":
+            body: list[ast.stmt] = getattr(node, "body", [])
+            for before, after in itertools.pairwise(body):
+                match before, after:
+                    case (
+                        ast.Assign([target]) | ast.AnnAssign(target),
+                        ast.Expr(ast.Constant(str(text))),
+                    ):
+                        yield ast.unparse(target).removeprefix("self."), text
+    for member, value in vars(thing).items():
+        if isinstance(value, property | cached_property) and value.__doc__ and member[0] != "_":
+            yield member, value.__doc__
+
+
+def _function(name: str, function: Any) -> Iterator[str]:
+    yield _signature(name, function)
+    yield _markdown(function.__doc__)
+
+
+def _signature(name: str, function: Any) -> str:
+    """Show names and defaults; the types are in the text."""
+    found = inspect.signature(function)
+    plain = [p.replace(annotation=p.empty) for p in found.parameters.values() if p.name != "self"]
+    text = name + REPR.sub(r"\1", str(inspect.Signature(plain)))
+    if found.return_annotation not in (found.empty, "None", None):
+        text += f" -> {found.return_annotation}"
+    if inspect.iscoroutinefunction(function):
+        text = f"async {text}"
+    lines = textwrap.wrap(text, 96, subsequent_indent=" " * (len(name) + 1))
+    return "```text\n" + "\n".join(lines) + "\n```"
+
+
+def _markdown(docstring: str | None) -> str:
+    """Turn a numpydoc docstring into Markdown."""
+    first, *sections = SECTION.split(inspect.cleandoc(docstring or ""))
+    parts = [first.strip().replace("``", "`")]
+    for title, body in zip(sections[::2], sections[1::2], strict=True):
+        if title not in ("Notes", "Examples"):
+            body = ENTRY.sub(_entry, body)
+        body = body.strip().replace("``", "`")
+        parts.append(f"**{title}**")
+        parts.append(f"```pycon\n{body}\n```" if title == "Examples" else body)
+    return "\n\n".join(parts)
+
+
+def _entry(match: re.Match[str]) -> str:
+    kind = f" ({match[2]})" if match[2] else ""
+    return f"- `{match[1]}`{kind}: {_line(match[3])}\n"
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split()).replace("``", "`")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())
