@@ -3,7 +3,8 @@
 While one process registers memory, the driver keeps its other calls waiting, and the longer the
 more processes register at the same time. Only one at a time then stalls next to none. The turn is a
 lock on a file that they all see; it is never waited for for long, so that nobody who stops while
-having it stops the others.
+having it stops the others. A process that is alone takes no turns: it would pay for them by the
+interpreter lock, which each system call lets go and has to wait for again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import errno
 import functools
 import logging
+import math
 import os
 import random
 import stat
@@ -33,6 +35,7 @@ _SHARED = "/dev/shm/hostmem-turns"
 _PATIENCE = 0.025  # seconds; a registration of 8 MiB takes 0.0005
 _LEAST_PATIENCE = 0.0002
 _LESS = 8  # times less patience after each wait in vain
+_LOOK_INTERVAL = 0.05  # seconds
 _NAPS = 50e-6, 150e-6  # seconds between two looks at the lock, at random
 
 
@@ -72,6 +75,11 @@ class FileTurns(Turns):
     process that ends gives its turn back. A forked child opens the file anew, not to share the turn
     of its parent.
 
+    A process that is alone with the file takes no turns, and its threads take none either. It is
+    present from the first time it enters until it ends, also while it registers nothing: one that
+    filled once and only serves since makes the others take turns. Who was alone notices within
+    ``look_interval``. Where the kernel has no open file description locks, nobody is ever alone.
+
     Parameters
     ----------
     path : str
@@ -80,6 +88,8 @@ class FileTurns(Turns):
         Make it where it does not exist, empty and for everybody to read.
     patience : float
         Seconds.
+    look_interval : float
+        Seconds between two looks at whether other processes are there.
 
     Raises
     ------
@@ -87,7 +97,14 @@ class FileTurns(Turns):
         It cannot be opened, is a link or no regular file, or its file system has no such locks.
     """
 
-    def __init__(self, path: str, *, create: bool = False, patience: float = _PATIENCE) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        create: bool = False,
+        patience: float = _PATIENCE,
+        look_interval: float = _LOOK_INTERVAL,
+    ) -> None:
         self._path = path
         self._create = create
         self._full_patience = patience
@@ -97,6 +114,9 @@ class FileTurns(Turns):
         self._lock = threading.Lock()  # of the threads of this process
         self._owner: int | None = None  # thread that has both locks
         self._waits = self._gave_up = 0
+        self._look_interval = look_interval
+        self._look_at = 0.0  # of time.monotonic
+        self._alone = False  # as of the last look
         self._fd: int | None = _open(path, create)
         try:
             if file_lock.lock(self._fd):
@@ -113,14 +133,20 @@ class FileTurns(Turns):
             return f"none: {self._path} failed ({self._failure.strerror})"
         waited = f"; waited {_times(self._waits)}" if self._waits else ""
         gave_up = f", gave up {_times(self._gave_up)}" if self._gave_up else ""
-        return f"by {self._path}{waited}{gave_up}"
+        alone = "alone, else " if self._alone else ""
+        return f"{alone}by {self._path}{waited}{gave_up}"
 
     def __enter__(self) -> Self:
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look(now)
+        if self._alone:
+            return self
         me = threading.get_ident()
         # Ours already: in a signal handler, or because Ctrl-C came before the release.
         if self._owner == me or self._failure is not None:
             return self
-        deadline = time.monotonic() + self.patience
+        deadline = now + self.patience
         if not self._lock.acquire(timeout=self.patience):
             self._wait_was_in_vain()
             return self
@@ -143,20 +169,32 @@ class FileTurns(Turns):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._owner == threading.get_ident():
+        # By what was taken, not by whether we are alone, which may be another answer by now.
+        if self._owner is not None and self._owner == threading.get_ident():
             self._owner = None
             self._release()
 
     def close(self) -> None:
         """Close the file, and give the turn back; entering opens it again."""
+        self._look_at, self._alone = 0.0, False
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
+
+    def _look(self, now: float) -> None:
+        """See whether others are there, and be seen; meanwhile threads go by the last answer."""
+        next_look = self._look_at = now + self._look_interval
+        fd = self._fd
+        # Present before asking: of two that come at the same time at least one sees the other.
+        alone = fd is not None and file_lock.say_present(fd) and file_lock.is_alone(fd)
+        if self._look_at == next_look:  # else this answer is late, and a newer one counts
+            self._alone = alone
 
     def _take(self, deadline: float) -> bool:
         """Lock the file, at the latest some naps after the deadline, or not at all."""
         if self._fd is None:
             self._fd = _open(self._path, self._create)
+            file_lock.say_present(self._fd)
         fd = self._fd
         if not file_lock.is_awaited(fd) and file_lock.lock(fd):
             return True
@@ -189,6 +227,7 @@ class FileTurns(Turns):
     def _fail(self, error: OSError) -> None:
         """Go on without turns: no driver call fails for want of one."""
         self._failure = error
+        self._look_at = math.inf  # the descriptor may be somebody else's by now
         log.warning("processes take no more turns by %s: %s", self._path, error)
 
     def _forget(self) -> None:

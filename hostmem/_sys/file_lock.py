@@ -1,27 +1,24 @@
 """Locks on a file, as functions over a descriptor that need not be writable; none of them waits.
 
 The lock is flock(2)'s: it belongs to the open file, and the kernel releases it when that goes, with
-its process at the latest. Who waits for it says so by a shared record lock, which flock's know
-nothing of, so that others can be polite.
+its process at the latest. Beside it, the users of open files tell each other by shared record locks
+on single bytes, which flock's know nothing of: who waits, so that others can be polite, and who is
+there at all. Nobody is kept from anything by these; whether another has one can be asked.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import struct
 
 from hostmem._sys.seam import intercept
 
-__all__ = ["is_awaited", "lock", "say_waiting", "unlock"]
+__all__ = ["is_alone", "is_awaited", "lock", "say_present", "say_waiting", "unlock"]
 
 _FLOCK = struct.Struct("hhqqi")  # struct flock of fcntl(2): type, whence, start, length, pid
-_WANTED, _SHARED, _NONE = (
-    _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0)
-    for kind in (fcntl.F_WRLCK, fcntl.F_RDLCK, fcntl.F_UNLCK)
-)
+_WAITING, _PRESENT = 0, 1  # bytes of the file; it may be shorter
 
 
 def lock(fd: int) -> bool:
@@ -33,10 +30,8 @@ def lock(fd: int) -> bool:
         ENOLCK, EBADF, EOPNOTSUPP: this file system has no such locks, or none on a file that is
         open for reading only.
     """
-    number = intercept("flock", fd)
     try:
-        if number:
-            raise OSError(number, f"flock: {os.strerror(number)}")
+        _check("flock", fd)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -51,17 +46,53 @@ def unlock(fd: int) -> None:
 def say_waiting(fd: int, waiting: bool) -> None:
     """Let the users of other open files see that this one's waits, or no longer does."""
     with contextlib.suppress(OSError):  # a courtesy: without it they are less fair
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _SHARED if waiting else _NONE)
+        _mark(fd, _WAITING, fcntl.F_RDLCK if waiting else fcntl.F_UNLCK)
 
 
 def is_awaited(fd: int) -> bool:
     """Tell whether another open file's user waits; False where the kernel does not know."""
-    number = intercept("fcntl(F_OFD_GETLK)", fd)
-    if number in (errno.EINVAL, errno.ENOSYS):
-        return False
     try:
-        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WANTED)
+        return _is_marked(fd, _WAITING)
     except OSError:
         return False
-    kind: int = _FLOCK.unpack(found)[0]
+
+
+def say_present(fd: int) -> bool:
+    """Let the users of other open files see this one's for as long as it is open.
+
+    Returns False where the kernel cannot. Saying it again changes nothing.
+    """
+    try:
+        _mark(fd, _PRESENT, fcntl.F_RDLCK)
+    except OSError:
+        return False
+    return True
+
+
+def is_alone(fd: int) -> bool:
+    """Tell whether no other open file's user is present; False where the kernel does not know."""
+    try:
+        return not _is_marked(fd, _PRESENT)
+    except OSError:
+        return False
+
+
+def _mark(fd: int, byte: int, kind: int) -> None:
+    _check("fcntl(F_OFD_SETLK)", fd, byte)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+
+
+def _is_marked(fd: int, byte: int) -> bool:
+    _check("fcntl(F_OFD_GETLK)", fd, byte)
+    # Shared locks are only in the way of an exclusive one. Unlike taking that, asking for it does
+    # not need a file that is open for writing.
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
     return kind != fcntl.F_UNLCK
+
+
+def _check(name: str, fd: int, *args: int) -> None:
+    """Raise the error of a test's plan for a call, if it has one."""
+    number = intercept(name, fd, *args)
+    if number:
+        raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -29,10 +29,12 @@ __all__ = [
     "advise_small",
     "allow",
     "are_huge",
+    "buffer",
     "copy",
     "copy_one_by_one",
     "deny",
     "discard",
+    "fallocate",
     "get_policy",
     "huge_regions",
     "iovecs",
@@ -82,8 +84,8 @@ _ADVICE = {
     _MADV_POPULATE_WRITE: "MADV_POPULATE_WRITE",
 }
 _SYSCALLS = {
-    "x86_64": {"mbind": 237, "get_mempolicy": 239, "move_pages": 279},
-    "aarch64": {"mbind": 235, "get_mempolicy": 236, "move_pages": 239},
+    "x86_64": {"mbind": 237, "get_mempolicy": 239, "move_pages": 279, "fallocate": 285},
+    "aarch64": {"mbind": 235, "get_mempolicy": 236, "move_pages": 239, "fallocate": 47},
 }.get(platform.machine(), {})
 
 IOV_MAX = 1024

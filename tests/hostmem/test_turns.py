@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -35,12 +36,12 @@ Open = Callable[..., FileTurns]
 
 
 @pytest.fixture
-def opened(path: str) -> Iterator[Open]:
+def lonely(path: str) -> Iterator[Open]:
     """Make turns by the file; each is an open file of its own, as another process would have."""
     made = []
 
-    def make(patience: float = AGES) -> FileTurns:
-        made.append(FileTurns(path, patience=patience))
+    def make(patience: float = AGES, look_interval: float = 0.0) -> FileTurns:
+        made.append(FileTurns(path, patience=patience, look_interval=look_interval))
         return made[-1]
 
     yield make
@@ -48,13 +49,36 @@ def opened(path: str) -> Iterator[Open]:
         turns.close()
 
 
+@contextlib.contextmanager
+def somebody(path: str) -> Iterator[None]:
+    """Somebody is there and never wants a turn: nobody is alone."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        assert file_lock.say_present(fd)
+        yield
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture
+def company(path: str) -> Iterator[None]:
+    with somebody(path):
+        yield
+
+
+@pytest.fixture
+def opened(lonely: Open, company: None) -> Open:
+    """As `lonely`, in company."""
+    return lonely
+
+
 class Other:
     """Another process with its turns by the same file; it evaluates what it is given."""
 
     CODE = """
-import os, sys
+import os, signal, sys
 from hostmem.turns import FileTurns
-turns = FileTurns(sys.argv[1], patience=float(sys.argv[2]))
+turns = FileTurns(sys.argv[1], patience=float(sys.argv[2]), look_interval=0)
 for line in sys.stdin:
     print(eval(line), flush=True)
 """
@@ -92,7 +116,7 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def other(path: str) -> Iterator[Callable[..., Other]]:
+def another(path: str) -> Iterator[Callable[..., Other]]:
     made = []
 
     def make(patience: float = AGES) -> Other:
@@ -102,6 +126,12 @@ def other(path: str) -> Iterator[Callable[..., Other]]:
     yield make
     for process in made:
         process.end()
+
+
+@pytest.fixture
+def other(another: Callable[..., Other], company: None) -> Callable[..., Other]:
+    """As `another`, in company."""
+    return another
 
 
 def is_free(path: str) -> bool:
@@ -121,39 +151,36 @@ def is_awaited(path: str) -> bool:
         os.close(fd)
 
 
+def is_alone(path: str) -> bool:
+    """Tell whether nobody is there."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return file_lock.is_alone(fd)
+    finally:
+        os.close(fd)
+
+
 # ------------------------------------------------------------------------------ one at a time
 
 
 ROUNDS = """
-import os, sys
-from hostmem.turns import FileTurns
-turns = FileTurns({path!r}, patience=60)
-for _ in range(50):
-    with turns:
-        os.close(os.open({inside!r}, os.O_CREAT | os.O_EXCL))  # fails where somebody is inside
-        os.sched_yield()
-        os.unlink({inside!r})
-print(turns.state)
+[[turns.__enter__(), os.close(os.open({inside!r}, os.O_CREAT | os.O_EXCL)), os.sched_yield(),
+  os.unlink({inside!r}), turns.__exit__(None, None, None)] for _ in range(50)] and turns.state
 """
 
 
-def test_one_process_is_inside_at_a_time(path: str, tmp_path: Path) -> None:
-    code = ROUNDS.format(path=path, inside=str(tmp_path / "inside"))
-    where = str(Path(hostmem.__file__).parents[1])
-    racing = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": where},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
-    answers = [process.communicate(timeout=60) for process in racing]
-    assert [error for _, error in answers] == [""] * 3
-    assert all(state.startswith(f"by {path}") for state, _ in answers)
-    assert not any("gave up" in state for state, _ in answers)
+def test_one_process_is_inside_at_a_time(
+    another: Callable[..., Other], spawn: Spawn, path: str, tmp_path: Path
+) -> None:
+    processes = [another() for _ in range(3)]
+    for process in processes:  # each is there, and is seen at the others' next look
+        process("turns.__enter__().__exit__(None, None, None)")
+    # Fails where somebody else is inside.
+    rounds = " ".join(ROUNDS.format(inside=str(tmp_path / "inside")).split())
+    racing = [spawn(process, rounds) for process in processes]
+    states = [answer.result(AGES) for answer in racing]
+    assert all(state.startswith(f"by {path}") for state in states)
+    assert not any("gave up" in state for state in states)
 
 
 def test_one_thread_is_inside_at_a_time(opened: Open, spawn: Spawn) -> None:
@@ -206,7 +233,7 @@ def test_a_kernel_that_does_not_tell_who_waits_is_served_as_it_comes(
     file_lock.say_waiting(waiting, True)
     turns = opened()
     with FaultPlan() as plan:
-        plan.fail("fcntl(F_OFD_GETLK)", errno.EINVAL)
+        plan.fail("fcntl(F_OFD_GETLK)", errno.EINVAL, times=None)
         with turns:
             assert turns.state == f"by {path}"
     os.close(waiting)
@@ -221,6 +248,197 @@ def test_it_is_given_back(opened: Open, path: str) -> None:
     with pytest.raises(ZeroDivisionError), turns:
         _ = 1 // 0
     assert is_free(path)
+
+
+# ---------------------------------------------------------------------------------------- alone
+
+
+def test_who_is_alone_makes_no_system_call_between_two_looks(lonely: Open, path: str) -> None:
+    turns = lonely(look_interval=AGES)
+    assert is_alone(path)  # as long as it has not entered
+    with FaultPlan() as plan:
+        for _ in range(3):
+            with turns:
+                assert turns.state == f"alone, else by {path}"
+    assert [name for name, _ in plan.log] == ["fcntl(F_OFD_SETLK)", "fcntl(F_OFD_GETLK)"]
+    assert not is_alone(path)
+
+
+def test_the_threads_of_who_is_alone_do_not_wait_for_each_other(
+    lonely: Open, spawn: Spawn, path: str
+) -> None:
+    turns, both = lonely(), threading.Barrier(2)
+
+    def work() -> None:
+        with turns:
+            both.wait(AGES)
+
+    for done in [spawn(work), spawn(work)]:
+        done.result(AGES)
+    assert turns.state == f"alone, else by {path}"
+
+
+def test_both_see_at_their_next_look_that_a_second_one_came_and_went(
+    lonely: Open, another: Callable[..., Other], path: str
+) -> None:
+    turns, second = lonely(), another()
+    with turns:
+        assert is_free(path)  # the second has not entered yet
+    second.enter()
+    assert not is_free(path)
+    second.exit()
+    with turns:
+        assert not is_free(path)
+        assert turns.state == f"by {path}"
+    second.signal(signal.SIGKILL)
+    second.process.wait()
+    with turns:
+        assert is_free(path)
+        assert turns.state == f"alone, else by {path}"
+
+
+def test_who_was_alone_waits_for_the_second_one(
+    lonely: Open, another: Callable[..., Other], spawn: Spawn, until: Until, path: str
+) -> None:
+    turns, second = lonely(), another()
+    with turns:
+        assert turns.state == f"alone, else by {path}"
+    second.enter()
+    entering = spawn(turns.__enter__)
+    until(lambda: is_awaited(path))
+    assert not entering.done()
+    second.exit()
+    entering.result(AGES)
+    assert turns.state == f"by {path}; waited once"
+
+
+def test_who_only_serves_is_there_until_it_closes(lonely: Open, path: str) -> None:
+    serving, turns = lonely(), lonely()
+    with serving:
+        pass
+    with turns:
+        assert turns.state == f"by {path}"
+    serving.close()
+    assert serving.state == f"by {path}"
+    with turns:
+        assert turns.state == f"alone, else by {path}"
+    with serving:  # there again, with its first turn
+        assert not is_free(path)
+    with turns:
+        assert turns.state == f"by {path}"
+
+
+def test_an_answer_is_good_for_fifty_milliseconds(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("hostmem.turns.time.monotonic", lambda: now[0])
+    turns = FileTurns(path)
+    with turns:
+        assert turns.state == f"alone, else by {path}"
+    with somebody(path):
+        now[0] = 100.0 + 0.049
+        with turns:
+            assert is_free(path)
+        now[0] = 100.0 + 0.05
+        with turns:
+            assert not is_free(path)
+    now[0] += 0.049
+    with turns:
+        assert not is_free(path)
+    now[0] += 0.001
+    with turns:
+        assert is_free(path)
+    turns.close()
+
+
+def test_one_thread_looks_and_the_others_go_by_the_last_answer(
+    lonely: Open, spawn: Spawn, path: str
+) -> None:
+    turns = lonely(look_interval=AGES)
+    with FaultPlan() as plan:
+        answer = plan.hold("fcntl(F_OFD_GETLK)", when=lambda fd, byte: byte == 1)
+        looking = spawn(turns.__enter__)
+        answer.wait_reached()
+        with turns:  # not yet known to be alone
+            assert not is_free(path)
+        assert [byte for _, byte in plan.calls("fcntl(F_OFD_GETLK)")].count(1) == 1
+        answer.release()
+        assert looking.result(AGES).state == f"alone, else by {path}"
+
+
+def test_a_late_answer_does_not_replace_a_newer_one(lonely: Open, spawn: Spawn, path: str) -> None:
+    turns = lonely()
+    with FaultPlan() as plan:
+        plan.fail("fcntl(F_OFD_GETLK)", errno.EINVAL)  # as if somebody were there
+        late = plan.hold("fcntl(F_OFD_GETLK)")
+        looking = spawn(turns.__enter__)
+        late.wait_reached()
+        with turns:
+            assert turns.state == f"alone, else by {path}"
+        late.release()
+        assert looking.result(AGES).state == f"alone, else by {path}"
+
+
+@pytest.mark.parametrize("call", ["fcntl(F_OFD_SETLK)", "fcntl(F_OFD_GETLK)"])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.ENOLCK])
+def test_a_kernel_that_does_not_tell_who_is_there_leaves_nobody_alone(
+    lonely: Open, path: str, call: str, number: int
+) -> None:
+    turns = lonely()
+    with FaultPlan() as plan:
+        plan.fail(call, number, times=None)
+        for _ in range(2):
+            with turns:
+                assert turns.state == f"by {path}"
+                assert not is_free(path)
+            assert is_free(path)
+
+
+def test_what_was_taken_in_company_is_given_back_by_who_is_alone(lonely: Open, path: str) -> None:
+    turns = lonely()
+    with contextlib.ExitStack() as company:
+        company.enter_context(somebody(path))
+        with turns:
+            company.close()
+            turns.__enter__()  # a signal handler inside; its look is the newest
+            assert turns.state == f"alone, else by {path}"
+            assert not is_free(path)
+        assert is_free(path)
+
+
+def test_who_entered_alone_gives_back_nothing_of_another_thread(
+    lonely: Open, spawn: Spawn, path: str
+) -> None:
+    turns = lonely()
+    with contextlib.ExitStack() as company:
+        with turns:
+            company.enter_context(somebody(path))
+            spawn(turns.__enter__).result(AGES)
+        assert not is_free(path)
+
+
+def test_threads_are_not_confused_by_company_that_comes_and_goes(
+    lonely: Open, spawn: Spawn, path: str
+) -> None:
+    turns, over = lonely(), threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            with turns:
+                os.sched_yield()
+
+    working = [spawn(work) for _ in range(4)]
+    for _ in range(50):
+        with somebody(path):
+            os.sched_yield()
+    over.set()
+    for done in working:
+        done.result(AGES)
+    assert is_free(path)
+    with somebody(path), turns:
+        assert not is_free(path)
+    assert "gave up" not in turns.state
 
 
 # ------------------------------------------------------------------------ nobody waits for ever
@@ -360,6 +578,50 @@ def test_a_forked_child_keeps_no_turn_of_its_parent(
         os.kill(child, signal.SIGKILL)
 
 
+def test_a_forked_child_is_there_from_its_first_turn_on(
+    another: Callable[..., Other], path: str
+) -> None:
+    parent = another()
+    parent("turns.__enter__()")
+    turn = "turns.__enter__(), turns.__exit__(None, None, None)"
+    stop = "os.kill(os.getpid(), signal.SIGSTOP)"
+    child = int(parent(f"(child := os.fork()) or [{stop}, {turn}, {stop}]"))
+    try:
+        parent("os.waitpid(child, os.WUNTRACED)")
+        assert parent("turns.__enter__().state") == f"alone, else by {path}"
+        os.kill(child, signal.SIGCONT)
+        parent("os.waitpid(child, os.WUNTRACED)")
+        assert parent("turns.__enter__().state") == f"by {path}"
+    finally:
+        os.kill(child, signal.SIGKILL)
+    parent("os.waitpid(child, 0)")
+    assert parent("turns.__enter__().state") == f"alone, else by {path}"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "os.fork() or os.kill(os.getpid(), signal.SIGSTOP)",
+        "os.posix_spawn('/bin/sh', ['sh', '-c', 'kill -STOP $$'], os.environ)",
+    ],
+)
+def test_who_has_ended_is_not_there_for_its_children(
+    another: Callable[..., Other], path: str, until: Until, start: str
+) -> None:
+    parent = another()
+    parent("turns.__enter__()")
+    child = int(parent(f"(child := {start})"))
+    try:
+        parent("os.waitpid(child, os.WUNTRACED)")
+        assert not is_alone(path)
+        parent.process.kill()
+        parent.process.wait()
+        until(lambda: is_alone(path))
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 def test_a_child_that_cannot_open_the_file_goes_on_without(
     other: Callable[..., Other], path: str
 ) -> None:
@@ -465,18 +727,21 @@ def test_locks_that_fail_later_fail_no_driver_call(
             with turns:
                 assert turns.state == f"none: {path} failed (flock: Stale file handle)"
         assert len(plan.calls("flock")) == 1
+        looks = [args for args in plan.calls("fcntl(F_OFD_GETLK)") if args[1] == 1]
+        assert len(looks) == 1  # nor is the descriptor touched again
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("alone", [False, True])
 def test_a_descriptor_that_somebody_closed_fails_no_driver_call(
-    path: str, caplog: pytest.LogCaptureFixture
+    lonely: Open, path: str, caplog: pytest.LogCaptureFixture, alone: bool
 ) -> None:
-    turns = FileTurns(path)
+    turns = lonely()
     assert turns._fd is not None
-    with turns:
+    with contextlib.nullcontext() if alone else somebody(path), turns:
         os.close(turns._fd)  # as a process that turns into a daemon does
-    turns._fd = None
     with turns:
+        turns._fd = None
         assert turns.state == f"none: {path} failed (Bad file descriptor)"
     assert "Bad file descriptor" in caplog.text
 
