@@ -99,7 +99,10 @@ class Admission:
 
     def rest(self) -> float:
         """Seconds that the fill should rest because memory is short; 0.0 to go on."""
-        why = self._pressure.pressed()
+        try:
+            why = self._pressure.pressed()
+        except OSError:  # no descriptors left: no reason to rest, and the next grant says so
+            why = None
         if why is None:
             self.resting = self._resting_since = None
             return 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 __all__ = ["Closable"]
 
@@ -17,6 +17,9 @@ class Closable(abc.ABC):
     """
 
     __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} owns what it holds: it is not copied or pickled")
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -6,9 +6,9 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from hostmem.errors import ClosedError, ResourceBusyError
+from hostmem.errors import ClosedError, HostOOMError, ResourceBusyError
 from hostmem.fill_threads import bind_to, populating
 from hostmem.filler import Filler
 from hostmem.machine import machine
@@ -29,8 +29,9 @@ _ALONE = 64 << 20  # bytes that the calling thread populates itself: starting ot
 class Core:
     """Refers to nothing that the user has: it outlives an object that was dropped, to close it.
 
-    Its lock makes a resize, a release, a close and so on one at a time. The fill and those who wait
-    never take it.
+    Its lock makes a resize, a release, a close and so on one at a time; some take long. The view
+    lock is held for a moment: to make a view of what is usable, or to see that there is none of
+    what is about to go. The fill and those who wait take neither.
 
     Parameters
     ----------
@@ -45,6 +46,7 @@ class Core:
     __slots__ = (
         "__weakref__",
         "_cpus",
+        "_shrinking",
         "_slot_size",
         "_suspended",
         "_unit",
@@ -53,6 +55,7 @@ class Core:
         "registrations",
         "released",
         "reservation",
+        "view_lock",
         "views",
         "watermark",
     )
@@ -78,6 +81,8 @@ class Core:
         self._suspended = False
         self.views = LiveViews()
         self.lock = threading.RLock()
+        self.view_lock = threading.RLock()
+        self._shrinking = False
         self.released = False
 
     def check_open(self) -> None:
@@ -104,11 +109,13 @@ class Core:
         with self.lock:
             self.check_open()
             mark = self.watermark
-            if target >= mark.size:
+            if target >= mark.size and not self._shrinking:
                 self.filler.fill_to(target)
                 return
-            self.refuse_under_views(target)
-            mark.resize(target, 0)  # first: nothing is usable that is about to go
+            with self.view_lock:
+                self.refuse_under_views(target)
+                mark.resize(target, 0)  # first: nothing is usable that is about to go
+            self._shrinking = True
             try:
                 self.filler.stop()
                 # A released range that reaches over the target ends where it began.
@@ -116,6 +123,7 @@ class Core:
                 keep = target if over is None else over[0]
                 self._cut_consolidated(keep)
                 self.filler.shrink_to(keep)
+                self._shrinking = False
             finally:
                 if not mark.closed:  # a signal handler may have closed it meanwhile
                     self.filler.fill_to(target)
@@ -132,17 +140,24 @@ class Core:
         with self.lock:
             self.check_open()
             units = self._whole_units(offset, nbytes)
-            end = offset + nbytes
-            self.refuse_under_views(offset, end)
-            self.watermark.release(units)  # first: nothing is usable that is about to go
-            try:
-                self.registrations.drop(offset, end)
-                self.reservation.give_back(offset, end)
-            except BaseException:
-                self.registrations.mend(offset, end)
-                for start, _ in units:
-                    self.watermark.restore(start)
-                raise
+            with self.view_lock:
+                self.refuse_under_views(offset, offset + nbytes)
+                self.watermark.release(units)  # first: nothing is usable that is about to go
+            while units:
+                start, size = units[0]
+                giving_back = False
+                try:
+                    self.registrations.drop(start, start + size)
+                    giving_back = True
+                    self.reservation.give_back(start, start + size)
+                except BaseException as error:
+                    if giving_back and not isinstance(error, OSError | HostOOMError):
+                        del units[0]  # Ctrl-C: perhaps it is gone
+                    for start, size in units:
+                        self.registrations.mend(start, start + size)
+                        self.watermark.restore(start)
+                    raise
+                del units[0]
 
     def _whole_units(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         unit, mark, end = self._unit, self.watermark, offset + nbytes
@@ -190,22 +205,15 @@ class Core:
 
     def _commit(self, start: int, end: int, crew: ThreadPoolExecutor | None) -> None:
         """Make a released range what it was before, or leave it released."""
-        page = self.reservation.page_size
-        # The pages that were given back: one shared with a neighbour was kept, and holds bytes.
-        first, last = align_up(start, page), align_down(end, page)
-        self.filler.admit(start, end - start)
         try:
+            # The pages that were given back: one shared with a neighbour was kept, and holds bytes.
+            page = self.reservation.page_size
+            first, last = align_up(start, page), align_down(end, page)
             self.reservation.allow(first, last)
-            step = max(_PIECE, page)
-            pieces = [(at, min(at + step, last)) for at in range(first, last, step)]
-            if crew is None:
-                for piece in pieces:
-                    self._populate(*piece)
-            else:
-                jobs = [crew.submit(self._populate, *piece) for piece in pieces]
-                wait(jobs)
-                for job in jobs:
-                    job.result()
+            for at in range(first, last, _ALONE):
+                stop = min(at + _ALONE, last)
+                self.filler.admit(at, stop - at)
+                self._populate_together(at, stop, crew)
             # Parts of pages that the neighbours have, too: these are not fresh.
             self.reservation.zero(start, min(first, end))
             self.reservation.zero(max(last, start), end)
@@ -218,6 +226,27 @@ class Core:
             self.registrations.drop(start, end)
             self.reservation.give_back(start, end)
             raise
+
+    def _populate_together(self, start: int, end: int, crew: ThreadPoolExecutor | None) -> None:
+        step = max(_PIECE, self.reservation.page_size)
+        jobs: list[Future[None]] = []
+        try:
+            for at in range(start, end, step):
+                piece = at, min(at + step, end)
+                try:
+                    if crew is None:
+                        raise RuntimeError
+                    jobs.append(crew.submit(self._populate, *piece))
+                except RuntimeError:  # no threads, or no more of them
+                    self._populate(*piece)
+            wait(jobs)
+        except BaseException:  # Ctrl-C: nothing may be taken from under them
+            for job in jobs:
+                job.cancel()
+            wait(jobs)
+            raise
+        for job in jobs:
+            job.result()
 
     def _populate(self, start: int, end: int) -> None:
         with populating(lambda: False):
@@ -281,20 +310,29 @@ class Core:
             if self.released:
                 return
             self.shut_down()  # Ctrl-C may end it early; closing again goes on from there
-            self.released = True
-            if self.registrations.end:
+            if not self.registrations.end:
+                self._unmap()
+            else:
+                self.released = True
                 log.error(
                     "%d bytes at %#x are leaked on purpose: a device may still reach them",
                     self.reservation.nbytes,
                     self.reservation.address,
                 )
-            else:
-                self.reservation.release()
+
+    def _unmap(self) -> None:
+        self.released = True
+        try:
+            self.reservation.release()
+        except OSError:
+            self.released = False  # it is still there, and closing again tries again
+            raise
 
     def shut_down(self) -> None:
         """Stop and unregister; the memory stays mapped."""
         with self.lock:
-            self.watermark.close()
+            with self.view_lock:
+                self.watermark.close()
             self.filler.stop()
             self.registrations.unregister_down_to(0)
 
@@ -304,4 +342,5 @@ class Core:
         self.filler.abandon()
         self.registrations.abandon()
         self.lock = threading.RLock()
+        self.view_lock = threading.RLock()
         self.released = True

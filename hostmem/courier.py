@@ -36,6 +36,10 @@ class Courier:
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._pid = 0
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()  # a thread that does not exist here may have held it
 
     def start(self) -> None:
         """Start the thread unless this process has it."""

@@ -9,6 +9,7 @@ serialises it anyway and because the watermark is a prefix.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 
@@ -31,6 +32,9 @@ _FIRST_PIECE = _MIB // 2  # so that the threads share the first registrations, t
 _SMALL_UNTIL = 8 * _MIB
 _AHEAD = 64 * _MIB  # populated and not yet registered, at most
 _LARGEST_GRANT = 1024 * _MIB
+_ADMITTED_AT_LEAST = 32 * _MIB  # or the rest of the commit unit; less would ask too often
+_ADMITTED_FOR = 0.1  # seconds
+_LONGEST_WAIT = 3600.0  # seconds
 
 
 class Filler:
@@ -77,7 +81,7 @@ class Filler:
         self._cpus = cpus
         self._ahead = max(_AHEAD, 2 * slot_size)
 
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may run anybody's code inside
         self._registrable = threading.Condition(self._lock)  # the worker waits here
         self._room = threading.Condition(self._lock)  # the populating threads wait here
         # Guarded by _lock. Offsets in bytes: granted >= taken >= populated >= registered end.
@@ -87,8 +91,12 @@ class Filler:
         self._populated = 0
         self._done_pieces: dict[int, int] = {}  # start -> end of pieces done out of order
         self._at_work = 0  # pieces taken and not finished
+        self._reach = 0  # up to where memory may be accessible, whatever failed
+        self._admitted = 0
+        self._admitted_until = 0.0
         self._populate_error: BaseException | None = None
         self._worker: threading.Thread | None = None
+        self._workers: list[threading.Thread] = []  # those that may still run, the latest last
         self._running = False
         self._paused = False
         self._suspended = False
@@ -121,15 +129,18 @@ class Filler:
             self._wake_all()
 
     def _start_worker(self) -> None:
-        """Start a worker that takes over from the one before, once that has ended."""
+        """Start a worker that takes over from those before, once they have ended."""
+        before = [one for one in self._workers if one.ident is None or one.is_alive()]
         worker = threading.Thread(
-            target=self._run, args=(self._worker,), name="hostmem-fill", daemon=True
+            target=self._run, args=(before,), name="hostmem-fill", daemon=True
         )
         self._worker, self._running = worker, True
+        self._workers = [*before, worker]
         try:
             worker.start()
         except RuntimeError as error:  # no more threads
             self._running = False
+            self._workers = before
             log.error("the fill cannot start: %s", error)
             self._watermark.fail(error)
         except BaseException:  # Ctrl-C
@@ -145,8 +156,9 @@ class Filler:
         with self._lock:
             self._running = False
             self._wake_all()
-            worker = self._worker
-        _join(worker)
+            workers = self._workers
+        for worker in workers:
+            _join(worker)
 
     @property
     def running(self) -> bool:
@@ -171,20 +183,22 @@ class Filler:
 
     def shrink_to(self, size: int) -> None:
         """Give back what lies past ``size``, by whole registrations. Only while stopped."""
-        before, page = self._registrations.end, self._reservation.page_size
+        page = self._reservation.page_size
+        reach = max(self._reach, align_up(self._registrations.end, page))
         self._registrations.unregister_down_to(size)
         kept = self._registrations.end
         self._watermark.trim(kept)
         with self._lock:
             self._granted = self._taken = self._populated = align_up(kept, page)
-        self._reservation.give_back(kept, align_up(before, page))
+        self._reservation.give_back(kept, reach)
+        self._reach = self._granted
 
     def abandon(self) -> None:
         """Forget the threads in a forked child, which has none, and locks that they may hold."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._registrable = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
-        self._worker, self._running = None, False
+        self._worker, self._workers, self._running = None, [], False
 
     def pause(self) -> None:
         """Let the fill rest; what is populated is still registered."""
@@ -272,11 +286,14 @@ class Filler:
 
     # -------------------------------------------------------------------------------- the worker
 
-    def _run(self, previous: threading.Thread | None) -> None:
+    def _run(self, before: list[threading.Thread]) -> None:
         """Register in order what the populating threads have populated, until there is no more."""
-        _join(previous)
+        for worker in before:
+            _join(worker)
         me = threading.current_thread()
         with self._lock:
+            if self._is_over(me):
+                return  # and took nothing: the memory may even be gone
             self._populate_error = None  # what the last threads of the fill before met
         populators: list[threading.Thread] = []
         for number in range(self.threads):
@@ -348,14 +365,16 @@ class Filler:
         self._watermark.advance(end)  # a refused registration may have obtained a part
         with self._lock:
             page = self._reservation.page_size
-            granted, self._granted = self._granted, align_up(end, page)
-            self._taken = self._populated = self._granted
+            self._granted = self._taken = self._populated = align_up(end, page)
             self._done_pieces.clear()
-            self._at_work = 0
+            self._at_work = self._admitted = 0
+            reach = self._reach
         try:
-            self._reservation.give_back(end, granted)
+            self._reservation.give_back(end, reach)
         except (OSError, HostOOMError) as error:
             log.error("what was populated past %d bytes is not given back: %s", end, error)
+        else:
+            self._reach = self._granted
 
     def _report(self, me: threading.Thread, failure: BaseException) -> None:
         """Tell those who wait, unless a retry has begun meanwhile: what it meets is what counts."""
@@ -382,7 +401,7 @@ class Filler:
             except RuntimeError as error:
                 log.warning("%d of %d fill threads run: %s", number + 1, len(populators), error)
         bind_to(self._cpus)
-        while (piece := self._take_piece(worker)) is not None:
+        while (piece := self._next_piece(worker)) is not None:
             failure: BaseException | None = None
             try:
                 with populating(lambda: self._is_over(worker)) as allowed:
@@ -394,6 +413,16 @@ class Filler:
             except BaseException as error:
                 failure, seconds = error, 0.0
             self._finish_piece(*piece, seconds, failure)
+
+    def _next_piece(self, worker: threading.Thread) -> tuple[int, int] | None:
+        """Take the next piece; what prevents that, whatever it is, belongs to those who wait."""
+        try:
+            return self._take_piece(worker)
+        except BaseException as error:
+            with self._lock:
+                self._populate_error = self._populate_error or error
+                self._wake_all()
+            return None
 
     def _take_piece(self, worker: threading.Thread) -> tuple[int, int] | None:
         """Wait for the next piece and take it; None when there is nothing more to do."""
@@ -407,41 +436,43 @@ class Filler:
                     wait = self._pace() or self._rest()
                     if wait == 0:
                         return self._cut_piece()
-                self._room.wait(wait)
+                self._room.wait(None if wait is None else min(wait, _LONGEST_WAIT))
 
     def _cut_piece(self) -> tuple[int, int] | None:
         start = self._taken
         size = _FIRST_PIECE if start < _SMALL_UNTIL else _PIECE
         page = self._reservation.page_size
         end = min(align_up(start + 1, max(size, page)), align_up(self._target, page))
-        try:
-            if end > self._granted or start % self._unit < end - start:
-                self._admission.choose_pages(start, self._unit)
-            if end > self._granted:
-                self._grant(end)
-        except (OSError, HostOOMError) as error:
-            self._populate_error = error
-            self._wake_all()
-            return None
+        now = time.monotonic()
+        if end > self._admitted or now > self._admitted_until:
+            self._admit(start, end, now)
+        if end > self._granted:
+            self._grant(end)
         self._taken = end
         self._at_work += 1
         if self._rate is not None:
-            now = time.monotonic()
             self._next_piece_at = max(self._next_piece_at, now) + (end - start) / self._rate
         return start, end
 
+    def _admit(self, start: int, end: int, now: float) -> None:
+        """Ask whether there is memory for the next piece, and for how many after it.
+
+        The answer holds for a moment: after a pause others may have taken it.
+        """
+        unit_end = align_down(start, self._unit) + self._unit
+        least = max(end, min(unit_end, start + _ADMITTED_AT_LEAST, self._target)) - start
+        self._admitted = start + self._admission.grant(start, least, _LARGEST_GRANT)
+        self._admitted_until = now + _ADMITTED_FOR
+        self._admission.choose_pages(start, least)
+
     def _grant(self, end: int) -> None:
-        """Make more memory accessible, up to ``end`` at least, if there is enough of it."""
+        """Make more memory accessible, up to ``end`` at least."""
         # A change of access waits for all who are populating, and they for it: fewer, larger
         # ones as the fill goes on.
         page, start = self._reservation.page_size, self._granted
-        wanted = start + min(max(start, self._unit), _LARGEST_GRANT)
-        unit_end = align_down(start, self._unit) + self._unit
-        least = max(end, min(unit_end, align_up(self._target, page)))
-        wanted = max(min(wanted, self._target), least)
-        granted = align_up(
-            start + self._admission.grant(start, least - start, wanted - start), page
-        )
+        wanted = min(start + min(max(start, self._unit), _LARGEST_GRANT), self._target)
+        granted = align_up(max(wanted, end), page)
+        self._reach = max(self._reach, granted)
         self._reservation.allow(start, granted)
         self._granted = granted
 
@@ -475,6 +506,13 @@ class Filler:
         self._room.notify_all()
 
 
-def _join(thread: threading.Thread | None) -> None:
-    if thread is not None and thread.ident is not None:  # one that could not start has none
-        thread.join()
+def _join(thread: threading.Thread) -> None:
+    if thread is threading.current_thread():
+        raise RuntimeError("a thread of the fill cannot wait for its own end")
+    while thread.ident is not None:  # one that could not start has none
+        try:
+            thread.join()
+        except RuntimeError:  # it runs, and is about to say so
+            os.sched_yield()
+        else:
+            return

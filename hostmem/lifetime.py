@@ -78,9 +78,16 @@ def watch(owner: object, held: Held) -> weakref.finalize[[Held, str, int], objec
     """
     closings.start()  # not from the finalizer, which may run where no thread can be started
     _live.add(held)
-    finalizer = weakref.finalize(owner, _dropped, held, repr(owner), os.getpid())
+    finalizer = weakref.finalize(owner, _dropped, held, _name(owner), os.getpid())
     finalizer.atexit = False
     return finalizer
+
+
+def _name(owner: object) -> str:
+    try:
+        return repr(owner)
+    except Exception:  # a subclass whose own attributes come later
+        return object.__repr__(owner)
 
 
 def _dropped(held: Held, name: str, pid: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 __all__ = ["fields", "number", "numbers", "read"]
 
 _CHUNK = 1 << 16
+_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # A line of meminfo, of a node's meminfo ("Node 0 MemFree:  17 kB"), of memory.stat ("cache 17").
 _FIELD = re.compile(r"^(?:Node \d+ )?([\w()]+):?[ \t]+(\d+)( kB)?$", re.MULTILINE)
 
@@ -19,6 +21,12 @@ def read(path: str | Path) -> str:
     """Return a file's text, stripped; empty where the kernel or the container has no such file.
 
     Costs about 10 us, a third of what `Path.read_text` takes.
+
+    Raises
+    ------
+    OSError
+        EMFILE, ENFILE, ENOMEM: this process cannot open anything just now, which says nothing
+        about the file.
     """
     chunks = []
     try:
@@ -28,7 +36,9 @@ def read(path: str | Path) -> str:
                 chunks.append(chunk)
         finally:
             os.close(descriptor)
-    except OSError:
+    except OSError as error:
+        if error.errno in _OURS:
+            raise
         return ""
     return b"".join(chunks).decode(errors="replace").strip()
 

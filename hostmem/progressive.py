@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from operator import index
+from typing import Any, Self, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -406,9 +407,10 @@ class HostMem(Closable):
             raise ValueError(f"size: {asked} bytes are more than the capacity, {self._capacity}")
         self._core.resize(align_up(asked, self._slot_size))
 
-    def release(self, offset: int, nbytes: int) -> None:
+    def release(self, offset: SupportsIndex, nbytes: SupportsIndex) -> None:
         """Give whole commit units in the middle back; their bytes are lost.
 
+        Unit by unit: after a failure those before it are released, and the others as they were.
         Blocks while they are unregistered and unmapped. Memory is given back by whole pages: units
         should be multiples of them. The size and all other bytes stay; waits
         and views for the range, and `wait_usable` without ``start`` beyond it, are refused until
@@ -427,13 +429,15 @@ class HostMem(Closable):
         BufferError
             A live view holds bytes of it; nothing changed.
         RegistrationError
-            The driver refused to unregister; the range is as usable as before.
+            The driver refused to unregister.
+        HostOOMError
+            The number of mappings (vm.max_map_count) is used up.
         ClosedError
             Closed.
         """
-        self._core.release(offset, nbytes)
+        self._core.release(index(offset), index(nbytes))
 
-    def recommit(self, offset: int, nbytes: int) -> None:
+    def recommit(self, offset: SupportsIndex, nbytes: SupportsIndex) -> None:
         """Bring released units back, all zero; blocks until they are usable.
 
         Unit by unit: after a failure those before it are back, and `released` names the others.
@@ -456,7 +460,7 @@ class HostMem(Closable):
         ClosedError
             Closed.
         """
-        self._core.recommit(offset, nbytes)
+        self._core.recommit(index(offset), index(nbytes))
 
     def pause_fill(self) -> None:
         """Let the fill rest after the pieces it is at; waits above the watermark then last."""
@@ -535,6 +539,8 @@ class HostMem(Closable):
         FillProgress
             The last one's state is ``filled``, ``failed`` or ``closed``.
         """
+        if not period >= 0:
+            raise ValueError(f"period: {period!r} seconds; give 0 or more")
         while True:
             progress = self.progress
             yield progress
@@ -572,8 +578,8 @@ class HostMem(Closable):
 
     def view(
         self,
-        offset: int = 0,
-        nbytes: int | None = None,
+        offset: SupportsIndex = 0,
+        nbytes: SupportsIndex | None = None,
         *,
         dtype: DTypeLike = np.uint8,
         shape: tuple[int, ...] | None = None,
@@ -613,33 +619,30 @@ class HostMem(Closable):
         TimeoutError, ClosedError, HostOOMError, RegistrationError, OSError, HostmemError
             As `wait_usable`.
         """
-        size = self._mark.size
-        if nbytes is None:
-            nbytes = size - offset
-        end = offset + nbytes
-        if offset < 0 or nbytes < 0 or end > size:
+        size, start = self._mark.size, index(offset)
+        end = size if nbytes is None else start + index(nbytes)
+        if not 0 <= start <= end <= size:
             self._check_open()
-            raise ValueError(f"view: bytes [{offset}, {end}) are outside 0..{size}")
+            raise ValueError(f"view: bytes [{start}, {end}) are outside 0..{size}")
         core = self._core
         while True:
-            self.wait_usable(end, timeout, start=offset)
-            with core.lock:
-                if self._mark.is_usable(offset, end):
+            self.wait_usable(end, timeout, start=start)
+            with core.view_lock:
+                if self._mark.is_usable(start, end):
                     # Still so, and counted before a resize, release or close can look.
-                    if one_registration and nbytes:
-                        self._refuse_boundary(offset, nbytes)
-                    data = core.views.make(self, self.address, offset, nbytes)
+                    if one_registration and start < end:
+                        self._refuse_boundary(start, end)
+                    data = core.views.make(self, self.address, start, end - start)
                     break
         array: NDArray[Any] = data.view(dtype)
         return array if shape is None else array.reshape(shape)
 
-    def _refuse_boundary(self, offset: int, nbytes: int) -> None:
-        boundary = self.boundary_after(offset)
-        if boundary < offset + nbytes:
+    def _refuse_boundary(self, start: int, end: int) -> None:
+        boundary = self.boundary_after(start)
+        if boundary < end:
             raise ValueError(
-                f"view: a registration ends at {boundary}, inside bytes "
-                f"[{offset}, {offset + nbytes}); the driver copies no range across it; "
-                "consolidate() joins registrations"
+                f"view: a registration ends at {boundary}, inside bytes [{start}, {end}); the "
+                "driver copies no range across it; consolidate() joins registrations"
             )
 
     def boundary_after(self, offset: int) -> int:
@@ -761,8 +764,10 @@ class HostMem(Closable):
         """
         core = self._core
         with core.lock:
-            if not self.closed:
-                core.refuse_under_views(0)
+            with core.view_lock:
+                if not core.released:
+                    core.refuse_under_views(0)
+                self._mark.close()
             core.close()
             self._finalizer.detach()
 

@@ -21,13 +21,13 @@ class RangeTable:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may run anybody's code inside
         self._ranges: list[tuple[int, int]] = []  # (start, end), sorted
         self._snapshot: tuple[NDArray[np.uint64], NDArray[np.uint64]] | None = None
 
     def abandon(self) -> None:
         """Empty the table in a forked child, where whoever held the lock does not exist."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may run anybody's code inside
         self._ranges, self._snapshot = [], None
 
     def __len__(self) -> int:

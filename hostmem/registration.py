@@ -18,6 +18,7 @@ __all__ = ["OnRegisterFailure", "Registrations", "registration_limit"]
 log = logging.getLogger("hostmem")
 
 _NEVER = {800, 801}  # NOT_PERMITTED, NOT_SUPPORTED: a smaller range fares no better
+_NOT_REGISTERED = 713
 _HOPELESS = 256  # smallest ranges refused in a row, after which refused ranges are not halved
 _FIRST = 1 << 20
 _GIB = 1 << 30
@@ -95,6 +96,7 @@ class Registrations:
         self.suspended = RangeTable()
         self.end = 0
         """Bytes from 0 that have been through `register`."""
+        self._is_suspended = False
         self._refused_in_a_row = 0
 
     # ------------------------------------------------------------------------------- registering
@@ -148,18 +150,31 @@ class Registrations:
             )
 
     def _register(self, start: int, stop: int) -> None:
-        with self._device.turns:
-            began = time.perf_counter()
-            self._device.register(self._base + start, stop - start)
-            seconds = time.perf_counter() - began
+        # Noted first: Ctrl-C must not end with a registration that nobody knows of.
+        self.registered.add(start, stop - start)
+        try:
+            with self._device.turns:
+                began = time.perf_counter()
+                self._device.register(self._base + start, stop - start)
+                seconds = time.perf_counter() - began
+        except (CuError, CuOOMError):
+            self.registered.remove(start)
+            raise
+        except BaseException:
+            self._unregister(start)  # whether it came to be or not
+            raise
         if self._device.stalls:
             self.budget.note(stop - start, seconds)
-        self.registered.add(start, stop - start)
         self._refused_in_a_row = 0
 
     def _unregister(self, start: int) -> None:
-        with self._device.turns:
-            self._device.unregister(self._base + start)
+        try:
+            with self._device.turns:
+                self._device.unregister(self._base + start)
+        except CuError as error:
+            if error.code != _NOT_REGISTERED:
+                raise
+            # Ctrl-C came between the driver's answer and the note of it.
         self.registered.remove(start)
 
     def _let_go(self, start: int, nbytes: int) -> None:
@@ -278,15 +293,23 @@ class Registrations:
 
     def mend(self, start: int, stop: int) -> None:
         """Register what no table holds of ``[start, stop)``; quarantine what is refused."""
+        for first, end in self._gaps(start, stop):
+            if self._is_suspended:
+                self.suspended.add(first, end - first)
+                continue
+            try:
+                self.register_range(first, end)
+            except RegistrationError as error:
+                at = error.facts["offset"]
+                log.error("%d bytes at offset %d stay pageable: %s", end - at, at, error)
+                self._quarantine(first, at, end)
+
+    def _gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the (start, stop) of what no table holds of a range."""
         for first, nbytes, _ in [*reversed(self._ranges(start, stop)), (stop, 0, None)]:
             if start < first:
-                try:
-                    self.register_range(start, first)
-                except RegistrationError as error:
-                    at = error.facts["offset"]
-                    log.error("%d bytes at offset %d stay pageable: %s", first - at, at, error)
-                    self._quarantine(start, at, first)
-            start = first + nbytes
+                yield start, first
+            start = max(start, first + nbytes)
 
     def suspend(self) -> None:
         """Unregister everything, from the top, and remember it as suspended.
@@ -296,9 +319,13 @@ class Registrations:
         RegistrationError
             The driver refused; the ranges from there down are still registered.
         """
+        self._is_suspended = True
         for start, nbytes in reversed(list(self.registered)):
-            self._let_go(start, nbytes)
-            self.suspended.add(start, nbytes)
+            try:
+                self._let_go(start, nbytes)
+            finally:
+                if self.registered.at(start) is None:
+                    self.suspended.add(start, nbytes)
 
     def resume(self) -> None:
         """Register what is suspended again.
@@ -313,10 +340,11 @@ class Registrations:
             self.suspended.remove(start)
             try:
                 self.register_range(start, start + nbytes)
-            except RegistrationError as error:
-                at = error.facts["offset"]
-                self.suspended.add(at, start + nbytes - at)
+            except BaseException:
+                for first, end in list(self._gaps(start, start + nbytes)):
+                    self.suspended.add(first, end - first)
                 raise
+        self._is_suspended = False
 
     # -------------------------------------------------------------------------------- looking
 

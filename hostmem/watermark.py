@@ -94,7 +94,7 @@ class Watermark:
         self.released = RangeTable()
         self.failure: BaseException | None = None
         self.closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may run anybody's code inside
         self._heap: list[tuple[int, int, _Waiter | _Callback]] = []
         self._sequence = 0
 
@@ -176,7 +176,7 @@ class Watermark:
 
     def abandon(self) -> None:
         """Close in a forked child, whose copy of the lock may be held for ever."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may run anybody's code inside
         self._heap = []
         self.released.abandon()
         self.closed = True
@@ -225,7 +225,7 @@ class Watermark:
         with self._lock:
             try:
                 usable = self._verdict(start, end)
-            except HostmemError as error:
+            except (HostmemError, OSError) as error:
                 callback.settle(error)
                 return callback
             if usable:

@@ -31,6 +31,7 @@ from kvtier.config import (
 )
 from kvtier.page import Page
 from kvtier.plan import CachePlan, LevelPlan
+from kvtier.ranks import create_on_all_ranks
 from kvtier.slots import SlotAllocator
 from kvtier.stats import LevelStats, StorageStats
 from kvtier.storage import TierStorage
@@ -70,4 +71,5 @@ __all__ = [
     "StorageStats",
     "TierStorage",
     "__version__",
+    "create_on_all_ranks",
 ]

@@ -5,18 +5,31 @@ A new policy is a subclass of `EvictionPolicy` and an entry in `POLICIES`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
+from kvtier.eviction.arc import ARC
 from kvtier.eviction.lru import LRU
 from kvtier.eviction.policy import EvictionPolicy
+from kvtier.eviction.prospect import Prospect
+from kvtier.eviction.s3fifo import S3FIFO
 
-__all__ = ["LRU", "POLICIES", "EvictionPolicy", "make_policy"]
+__all__ = ["ARC", "LRU", "POLICIES", "S3FIFO", "EvictionPolicy", "Prospect", "make_policy"]
 
-POLICIES: dict[str, type[EvictionPolicy[Any]]] = {"lru": LRU}
+POLICIES: dict[str, type[EvictionPolicy[Any]]] = {
+    "lru": LRU,
+    "arc": ARC,
+    "s3fifo": S3FIFO,
+    "prospect": Prospect,
+}
 """The policies, by the names that configurations and the command line use."""
 
 
-def make_policy(name: str, capacity: int | None = None) -> EvictionPolicy[Any]:
+def make_policy(
+    name: str,
+    capacity: int | None = None,
+    identity: Callable[[Any], Hashable] | None = None,
+) -> EvictionPolicy[Any]:
     """Build a policy by name.
 
     Parameters
@@ -25,6 +38,8 @@ def make_policy(name: str, capacity: int | None = None) -> EvictionPolicy[Any]:
         A key of `POLICIES`.
     capacity : int, optional
         Keys that the cache holds; None: unbounded.
+    identity : callable, optional
+        What a key stands for; see `EvictionPolicy`.
 
     Raises
     ------
@@ -36,4 +51,4 @@ def make_policy(name: str, capacity: int | None = None) -> EvictionPolicy[Any]:
     except KeyError:
         known = ", ".join(sorted(POLICIES))
         raise ValueError(f"policy: there is no {name!r}; choose from {known}") from None
-    return policy(capacity)
+    return policy(capacity, identity)

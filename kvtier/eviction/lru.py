@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from kvtier.eviction.policy import EvictionPolicy, Key
@@ -16,8 +16,10 @@ class LRU(EvictionPolicy[Key]):
 
     __slots__ = ("_order",)
 
-    def __init__(self, capacity: int | None = None) -> None:
-        super().__init__(capacity)
+    def __init__(
+        self, capacity: int | None = None, identity: Callable[[Key], Hashable] | None = None
+    ) -> None:
+        super().__init__(capacity, identity)
         self._order: OrderedDict[Key, None] = OrderedDict()  # least recently used first
 
     def insert(self, key: Key) -> None:

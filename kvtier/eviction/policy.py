@@ -25,6 +25,10 @@ class EvictionPolicy(ABC, Generic[Key]):
     ----------
     capacity : int, optional
         Keys that the cache holds; None: unbounded.
+    identity : callable, optional
+        Gives what a key stands for, hashable: policies that remember evicted keys know by it
+        which new key is an old one. By default the key itself, which serves where the same
+        content always has an equal key.
 
     Raises
     ------
@@ -36,12 +40,15 @@ class EvictionPolicy(ABC, Generic[Key]):
     Not thread-safe: callers hold the lock of the level.
     """
 
-    __slots__ = ("_capacity",)
+    __slots__ = ("_capacity", "_identity")
 
     _capacity: int | None
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(
+        self, capacity: int | None = None, identity: Callable[[Key], Hashable] | None = None
+    ) -> None:
         self.capacity = capacity
+        self._identity = identity
 
     @property
     def capacity(self) -> int | None:
@@ -61,6 +68,13 @@ class EvictionPolicy(ABC, Generic[Key]):
     @abstractmethod
     def insert(self, key: Key) -> None:
         """Add a key as the most recently used; ValueError if it is present."""
+
+    def insert_evicted(self, key: Key, above: EvictionPolicy[Key]) -> None:
+        """Add a key that the policy of the level above gave at its last eviction.
+
+        A policy that learns may take over what that one knows; by default it is an `insert`.
+        """
+        self.insert(key)
 
     @abstractmethod
     def touch(self, key: Key) -> None:
@@ -108,17 +122,32 @@ class EvictionPolicy(ABC, Generic[Key]):
         -----
         Asks about keys only until ``n`` were found.
         """
+        return self._evict(n, evictable, self.remove)
+
+    def _evict(
+        self, n: int, evictable: Callable[[Key], bool] | None, remove: Callable[[Key], None]
+    ) -> list[Key] | None:
+        """Do what `evict` says, and take each key out with ``remove``."""
+        chosen = self._choose(n, evictable, self.victims())
+        for key in chosen or ():
+            remove(key)
+        return chosen
+
+    @staticmethod
+    def _choose(
+        n: int, evictable: Callable[[Key], bool] | None, candidates: Iterator[Key]
+    ) -> list[Key] | None:
+        """Give the first ``n`` candidates that may go; None if there are fewer."""
         if n < 0:
             raise ValueError(f"n: {n} keys; cannot evict less than 0")
-        candidates = self.victims()
         if evictable is not None:
             candidates = filter(evictable, candidates)
         chosen = list(islice(candidates, n))
-        if len(chosen) < n:
-            return None
-        for key in chosen:
-            self.remove(key)
-        return chosen
+        return chosen if len(chosen) == n else None
+
+    def _name(self, key: Key) -> Hashable:
+        """Give what a key is remembered by."""
+        return key if self._identity is None else self._identity(key)
 
     def reference(self, keys: Sequence[Key]) -> int:
         """Run one request against a cache of ``capacity`` keys.
