@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from hostmem.errors import ClosedError, HostOOMError, ResourceBusyError
-from hostmem.fill_threads import bind_to, populating
+from hostmem.fill_threads import Populating, bind_to
 from hostmem.filler import Filler
 from hostmem.machine import machine
 from hostmem.registration import Registrations, registration_limit
@@ -249,7 +249,7 @@ class Core:
             job.result()
 
     def _populate(self, start: int, end: int) -> None:
-        with populating(lambda: False):
+        with Populating(lambda: False):
             self.reservation.populate(start, end)
 
     # ------------------------------------------------------------------------------ registration

@@ -6,12 +6,11 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from hostmem.machine import machine
 
-__all__ = ["bind_to", "fill_thread_budget", "populating"]
+__all__ = ["Populating", "bind_to", "fill_thread_budget"]
 
 log = logging.getLogger("hostmem")
 
@@ -34,22 +33,30 @@ def _budget() -> threading.BoundedSemaphore:
 os.register_at_fork(after_in_child=_budget.cache_clear)
 
 
-@contextmanager
-def populating(is_over: Callable[[], bool]) -> Iterator[bool]:
-    """Take one thread's share of the budget.
+class Populating:
+    """Take one thread's share of the budget, for a ``with`` block.
 
     Blocks while all shares are taken. Yields False, having taken none, when ``is_over`` comes true
     meanwhile: another object's threads may be stuck for long.
     """
-    budget = _budget()
-    while not budget.acquire(timeout=_PATIENCE):
-        if is_over():
-            yield False
-            return
-    try:
-        yield True
-    finally:
-        budget.release()
+
+    __slots__ = ("_budget", "_is_over", "_taken")
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self._is_over = is_over
+        self._budget = _budget()
+        self._taken = False
+
+    def __enter__(self) -> bool:
+        while not self._budget.acquire(timeout=_PATIENCE):
+            if self._is_over():
+                return False
+        self._taken = True
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        if self._taken:
+            self._budget.release()
 
 
 def bind_to(cpus: tuple[int, ...]) -> None:

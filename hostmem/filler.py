@@ -15,7 +15,7 @@ import time
 
 from hostmem.admission import Admission
 from hostmem.errors import HostOOMError, RegistrationError
-from hostmem.fill_threads import bind_to, populating
+from hostmem.fill_threads import Populating, bind_to
 from hostmem.progress import FillProgress, Listener
 from hostmem.registration import OnRegisterFailure, Registrations
 from hostmem.reservation import Reservation
@@ -404,7 +404,7 @@ class Filler:
         while (piece := self._next_piece(worker)) is not None:
             failure: BaseException | None = None
             try:
-                with populating(lambda: self._is_over(worker)) as allowed:
+                with Populating(lambda: self._is_over(worker)) as allowed:
                     if not allowed:
                         return
                     began = time.perf_counter()
@@ -433,7 +433,10 @@ class Filler:
                 wait: float | None = None
                 limit = min(self._target, self._registrations.end + self._ahead)
                 if self._taken < limit and not self._paused:
-                    wait = self._pace() or self._rest()
+                    now = time.monotonic()
+                    wait = self._pace(now)
+                    if wait == 0 and now > self._admitted_until and self._taken >= _SMALL_UNTIL:
+                        wait = self._admission.rest()  # never before the first bytes
                     if wait == 0:
                         return self._cut_piece()
                 self._room.wait(None if wait is None else min(wait, _LONGEST_WAIT))
@@ -476,15 +479,9 @@ class Filler:
         self._reservation.allow(start, granted)
         self._granted = granted
 
-    def _pace(self) -> float:
+    def _pace(self, now: float) -> float:
         """Seconds until the rate limit allows another piece."""
-        if self._rate is None:
-            return 0.0
-        return max(0.0, self._next_piece_at - time.monotonic())
-
-    def _rest(self) -> float:
-        """Seconds that memory pressure asks the fill to rest; never before the first bytes."""
-        return self._admission.rest() if self._taken >= _SMALL_UNTIL else 0.0
+        return 0.0 if self._rate is None else max(0.0, self._next_piece_at - now)
 
     def _finish_piece(
         self, start: int, end: int, seconds: float, failure: BaseException | None

@@ -200,6 +200,7 @@ def test_a_memory_that_does_not_fit_fills_as_far_as_it_does(
 def test_the_progress_tells_why_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     why: list[str | None] = ["the test presses"]
     monkeypatch.setattr(PressureGauge, "pressed", lambda _: why[0])
+    monkeypatch.setattr("hostmem.filler._ADMITTED_FOR", 0.0)  # ask before every piece
     with HostMem(64 * MIB, device="cpu") as memory:
         memory.wait_usable(8 * MIB)
         resting = next(p for p in memory.iter_progress(1e-3) if p.state == "resting")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from hostmem import HostMem
-from hostmem.fill_threads import bind_to, fill_thread_budget, populating
+from hostmem.fill_threads import Populating, bind_to, fill_thread_budget
 from hostmem.testing import FaultPlan, Hold
 from tests.threads import Spawn
 
@@ -44,7 +44,7 @@ def test_a_memory_closes_while_another_keeps_the_whole_budget_busy(spawn: Spawn)
 
 def test_a_share_is_given_back_also_after_an_error() -> None:
     def fails() -> None:
-        with populating(lambda: False) as allowed:
+        with Populating(lambda: False) as allowed:
             raise RuntimeError(str(allowed))
 
     for _ in range(2 * fill_thread_budget()):
