@@ -34,8 +34,9 @@ GROUPS = {
 INTRODUCTION = """# API reference of hostmem
 
 Made from the docstrings by `python -m docs.build_api`; do not edit. Methods without a text are
-described at the class that they come from. Sizes are bytes, or text such as `"64GiB"`; times are
-seconds. All names are in `hostmem`, those of the test kit in `hostmem.testing`."""
+described at the class that they come from. Sizes are bytes, or text such as `"64GiB"`; offsets are
+numbers; times are seconds. All names are in `hostmem`, those of the test kit in
+`hostmem.testing`."""
 WITHOUT_METHODS = ("FakeDriver",)  # they are the driver's
 SECTION = re.compile(r"^(\w+)\n-{3,}\n", re.MULTILINE)
 ENTRY = re.compile(r"^(\S.*?)(?: : (.*))?$\n?((?:^ .*$\n?|^\n)*)", re.MULTILINE)

@@ -1,9 +1,10 @@
-"""Vectored file I/O between a file range and memory by address, without the GIL."""
+"""Files and memory by address: vectored I/O without the GIL, room set aside, checksums."""
 
 from __future__ import annotations
 
 import errno
 import os
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from hostmem._sys import linux
 
-__all__ = ["read_ranges", "write_ranges"]
+__all__ = ["checksums", "read_ranges", "set_room_aside", "write_ranges"]
 
 Addresses = NDArray[np.uint64]
 
@@ -47,6 +48,36 @@ def write_ranges(fd: int, offset: int, addresses: Addresses, nbytes: int) -> Non
         ENOSPC, EIO... The file may hold a part.
     """
     _transfer(linux.pwritev, fd, offset, addresses, nbytes)
+
+
+def set_room_aside(fd: int, offset: int, nbytes: int) -> bool:
+    """Make a file hold a range, with room for it on the disk if the file system can.
+
+    Returns
+    -------
+    bool
+        Whether the room is set aside. If not, the file has the size all the same, and a full disk
+        shows when the range is written.
+
+    Raises
+    ------
+    OSError
+        ENOSPC, EDQUOT, EFBIG: no room. Part of it may have been set aside.
+    """
+    try:
+        linux.fallocate(fd, offset, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        os.ftruncate(fd, max(offset + nbytes, os.fstat(fd).st_size))
+        return False
+    return True
+
+
+def checksums(addresses: Addresses, nbytes: int) -> NDArray[np.uint32]:
+    """Compute the CRC-32 of memory ranges of ``nbytes`` each; shape (ranges,)."""
+    found = [zlib.crc32(linux.buffer(address, nbytes)) for address in addresses.tolist()]
+    return np.array(found, np.uint32)
 
 
 def _transfer(

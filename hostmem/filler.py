@@ -476,7 +476,11 @@ class Filler:
         wanted = min(start + min(max(start, self._unit), _LARGEST_GRANT), self._target)
         granted = align_up(max(wanted, end), page)
         self._reach = max(self._reach, granted)
-        self._reservation.allow(start, granted)
+        try:
+            self._reservation.allow(start, granted)
+        except HostOOMError:  # by a limit on what is accessible: what is needed now may pass
+            granted = align_up(end, page)
+            self._reservation.allow(start, granted)
         self._granted = granted
 
     def _pace(self, now: float) -> float:

@@ -268,9 +268,11 @@ class Watermark:
         if not 0 <= start <= end:
             return ValueError(f"start: {start} is outside 0..{end}, the end")
         if end > self.usable_end and (holes := self.released.overlapping(start, end)):
-            first, nbytes = holes[0]
+            first, last = holes[0][0], sum(holes[0])
+            for offset, nbytes in holes[1:]:
+                last = offset + nbytes if offset == last else last
             return ValueError(
-                f"bytes [{first}, {first + nbytes}) of [{start}, {end}) were released; "
+                f"bytes [{first}, {last}) of [{start}, {end}) were released; "
                 "recommit() brings them back"
             )
         if end > self.frontier and self.failure is not None:

@@ -16,10 +16,12 @@ from hostmem.units import format_size
 from kvtier.levels import Level
 from kvtier.page import Page
 from kvtier.transfer.copier import PageCopier
-from kvtier.transfer.jobs import Dependencies, all_of, unfinished
+from kvtier.transfer.jobs import Dependencies, all_of
 from kvtier.transfer.memory import Ids
+from kvtier.transfer.page_events import gathered, whole
+from kvtier.transfer.slot_io import SlotReadError
 
-__all__ = ["Mover"]
+__all__ = ["Departure", "Mover"]
 
 
 @dataclass(slots=True)
@@ -30,6 +32,17 @@ class _Eviction:
     """From the hot end: how many pages leave the level, and which ones come to stay."""
     dropped: list[Page]
     """Pages that go for good."""
+
+
+@dataclass(slots=True)
+class Departure:
+    """Where a page was before it was moved."""
+
+    page: Page
+    level: int
+    slot: int
+    ready: Event
+    """Of the copy that brought its bytes there."""
 
 
 def _may_leave(last: bool) -> Callable[[Page], bool]:
@@ -114,19 +127,26 @@ class Mover:
             missing = max(len(arriving) - room, 0)
         return plan
 
-    def evict(self, level: int, group: int, n: int) -> None:
-        """Free ``n`` slots of a level, or change nothing; see `plan_eviction`."""
+    def evict(self, level: int, group: int, n: int) -> list[Departure]:
+        """Free ``n`` slots of a level, or change nothing; see `plan_eviction`.
+
+        Returns the pages that moved from the level. Its slots are free, fenced by their copies: a
+        page whose copy fails is lost if its slot was taken; until then `put_back` saves it.
+        """
         plan = self.plan_eviction(level, group, n)
         for at, own, _ in plan.levels:
             at.policies[group].evict(own, _may_leave(at is self._levels[-1]))
         for source, some in groupby(plan.dropped, attrgetter("level")):
             self.free(list(some), source, group)
+        departures: list[Departure] = []
         for at, _, arrivals in reversed(plan.levels):  # whose slots have become free below
             ids, fences = self.take(at.index, group, len(arrivals))
             first = 0
             for source, some in groupby(arrivals, attrgetter("level")):
                 pages = list(some)
-                self.move(pages, source, at.index, ids[first : first + len(pages)], fences)
+                gone = self.move(pages, source, at.index, ids[first : first + len(pages)], fences)
+                if source == level:
+                    departures += gone
                 first += len(pages)
             for page in arrivals:
                 at.policies[group].insert(page)
@@ -134,16 +154,17 @@ class Mover:
         if self.on_drop is not None:
             for page in plan.dropped:
                 self.on_drop(page)
+        return departures
 
     def move(
         self, pages: list[Page], source: int, to: int, ids: Ids, fences: tuple[Event, ...]
-    ) -> None:
-        """Submit the copies of pages to other slots, and let them be there."""
+    ) -> list[Departure]:
+        """Submit the copies of pages to other slots, and let them be there; say where they were."""
         if not pages:
-            return
+            return []
         group = pages[0].group
         old = np.array([page.slot for page in pages], np.int32)
-        after = Dependencies(unfinished(page.ready for page in pages), fences)
+        after = Dependencies(gathered([page.ready for page in pages]), fences)
         source_group = self._levels[source].groups[group]
         if to == source:
             events = self._copier.relocate(source_group.memory, old, ids, after)
@@ -154,21 +175,52 @@ class Mover:
             )
         pair = f"{self._levels[source].name}->{self._levels[to].name}"
         self.bytes_moved[pair] += len(pages) * source_group.memory.page_bytes
+        departures = [Departure(page, source, page.slot, page.ready) for page in pages]
         first = 0
         slots = ids.tolist()
         for count, event in events:
             source_group.slots.release(old[first : first + count], event)
             for at in range(first, first + count):
                 page = pages[at]
-                page.level, page.slot, page.ready = to, slots[at], event
+                page.level, page.slot, page.ready = to, slots[at], event.page(at - first)
             first += count
+        return departures
+
+    def failed(self, departures: Sequence[Departure]) -> list[Departure]:
+        """Wait for moves; give those that failed although the page is whole where it was."""
+        for gone in departures:
+            gone.page.ready.wait_finished()
+        return [
+            gone
+            for gone in departures
+            if gone.page.lost
+            and gone.ready.error is None
+            and not isinstance(gone.page.ready.error, SlotReadError)
+        ]
+
+    def put_back(self, failed: Sequence[Departure]) -> None:
+        """Undo failed moves; nobody may have taken the slots that the pages had."""
+        for (level, group), some in groupby(failed, lambda gone: (gone.level, gone.page.group)):
+            returning = list(some)
+            slots = self._levels[level].groups[group].slots
+            wanted = np.array([gone.slot for gone in returning], np.int32)
+            taken = slots.allocate(slots.available)  # an allocator gives no slot by name
+            fences = cast(tuple[Event, ...], taken.fences)
+            slots.release(np.setdiff1d(taken.ids, wanted), all_of(fences))
+            for gone in returning:
+                page = gone.page
+                if page.level != level:
+                    self._levels[page.level].policies[group].remove(page)
+                    self._levels[level].policies[group].insert(page)
+                self.free([page], page.level, group)
+                page.level, page.slot, page.ready = level, gone.slot, gone.ready
 
     def free(self, pages: list[Page], level: int, group: int) -> None:
         """Give the slots of pages back, each fenced by what may still use it."""
         slots = self._levels[level].groups[group].slots
         by_use: dict[tuple[Event, ...], list[int]] = {}
         for page in pages:
-            by_use.setdefault((page.ready, *page.fences), []).append(page.slot)
+            by_use.setdefault((whole(page.ready), *page.fences), []).append(page.slot)
         for events, ids in by_use.items():
             slots.release(np.array(ids, np.int32), all_of(events))
 
@@ -183,8 +235,8 @@ class Mover:
             wanted=n,
         )
 
-    def relocate(self, pages: list[Page], level: int, group: int) -> None:
+    def relocate(self, pages: list[Page], level: int, group: int) -> list[Departure]:
         """Move pages to other slots of their level; what they are worth does not change."""
         where = self._levels[level].groups[group]
         taken = where.slots.allocate(len(pages))
-        self.move(pages, level, level, taken.ids, cast(tuple[Event, ...], taken.fences))
+        return self.move(pages, level, level, taken.ids, cast(tuple[Event, ...], taken.fences))

@@ -12,15 +12,16 @@ from typing import cast
 
 from hostmem import ClosedError, Event, ResourceBusyError, resolve_device
 from hostmem.closing import Closable
-from hostmem.device import DONE, DeviceLike
+from hostmem.device import DONE, DeviceLike, fresh
 from hostmem.units import Size, align_up, format_size, parse_size
 from kvtier.config import KVCacheManagerConfig
 from kvtier.eviction import make_policy
 from kvtier.levels import Level, build_level, default_max_quota
-from kvtier.mover import Mover
+from kvtier.mover import Departure, Mover
 from kvtier.page import Page
 from kvtier.plan import CachePlan, group_weights, make_plan
 from kvtier.quota import exact_size, slots_in, split_quota
+from kvtier.slots import SlotAllocator
 from kvtier.stats import LevelStats, StorageStats
 from kvtier.transfer.copier import PageCopier, reachable
 
@@ -256,7 +257,9 @@ class TierStorage(Closable):
         OutOfPagesError
             Leased or kept pages leave no room for those that would have to go.
         HostOOMError, DiskOOMError, CuOOMError
-            The memory for a growth is not there.
+            The memory for a growth is not there, or the room for what a shrink moves down.
+        OSError, CuError
+            Pages could not be moved out of slots that would go; they are where they were.
         BufferError
             A live view holds memory that would go.
         """
@@ -321,8 +324,10 @@ class TierStorage(Closable):
         where.slots.begin_shrink(n_slots)
         try:
             if (excess := where.slots.in_use - n_slots) > 0:
-                self._mover.evict(level, group, excess)
-            self._mover.relocate([p for p in policy.victims() if p.slot >= n_slots], level, group)
+                departures = self._mover.evict(level, group, excess)
+                self._wait_departed(where.slots, departures)  # before others take their slots
+            above = [p for p in policy.victims() if p.slot >= n_slots]
+            self._wait_departed(where.slots, self._mover.relocate(above, level, group))
         except BaseException:
             where.slots.cancel_shrink()
             raise
@@ -334,6 +339,15 @@ class TierStorage(Closable):
             where.slots.resize(before)
             raise
         policy.capacity = n_slots
+
+    def _wait_departed(self, slots: SlotAllocator, departures: Sequence[Departure]) -> None:
+        """Wait for pages to leave the slots of a shrink; those that cannot return, and it ends."""
+        failed = self._mover.failed(departures)
+        if failed:
+            cause = failed[0].page.ready.error
+            slots.cancel_shrink()
+            self._mover.put_back(failed)
+            raise fresh(cast(BaseException, cause)) from cause
 
     def _grow(self, level: int, group: int, n_slots: int) -> None:
         where = self.levels[level].groups[group]

@@ -195,7 +195,8 @@ def _protect(address: int, nbytes: int, protection: int) -> None:
     if number == errno.ENOMEM:
         raise HostOOMError(
             f"mprotect of {nbytes} bytes at {address:#x}: the commit limit "
-            "(vm.overcommit_memory=2) or the number of mappings (vm.max_map_count) is used up",
+            "(vm.overcommit_memory=2), RLIMIT_DATA, or the number of mappings (vm.max_map_count) "
+            "is used up",
             call="mprotect",
             address=address,
             nbytes=nbytes,
@@ -474,7 +475,12 @@ def _descriptor(path: str) -> Iterator[int]:
         os.close(fd)
 
 
-# ------------------------------------------------------- bytes: process_vm_readv, preadv, pwritev
+# -------------------------------------------- bytes: process_vm_readv, preadv, pwritev, fallocate
+
+
+def buffer(address: int, nbytes: int) -> memoryview:
+    """Show a memory range as a buffer. The caller sees to it that the range stays."""
+    return memoryview(ffi.buffer(_pointer(address), nbytes))
 
 
 def iovecs(addresses: NDArray[np.uint64], sizes: NDArray[np.uint64] | int) -> NDArray[np.uint64]:
@@ -568,11 +574,40 @@ def pwritev(fd: int, table: NDArray[np.uint64], offset: int) -> int:
 def _transfer(name: str, function: Any, fd: int, table: NDArray[np.uint64], offset: int) -> int:
     while True:
         number = intercept(name, fd, len(table), offset)
-        if not number:
-            result = int(function(fd, ffi.from_buffer("struct iovec[]", table), len(table), offset))
+        if number <= 0:
+            asked = table if not number else _first_bytes(table, -number)
+            result = int(function(fd, ffi.from_buffer("struct iovec[]", asked), len(asked), offset))
             if result >= 0:
                 return result
             number = ffi.errno
         if number != errno.EINTR:
             text = f"{name} of {int(table[:, 1].sum())} bytes at file offset {offset}"
+            raise OSError(number, f"{text}: {os.strerror(number)}")
+
+
+def _first_bytes(table: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:
+    """Cut a vector after so many bytes."""
+    cut = table.copy()
+    before = np.cumsum(cut[:, 1]) - cut[:, 1]
+    cut[:, 1] = np.minimum(cut[:, 1], np.uint64(nbytes) - np.minimum(before, np.uint64(nbytes)))
+    return cut
+
+
+def fallocate(fd: int, offset: int, nbytes: int) -> None:
+    """Have the file system set room for a file range aside; the file grows as needed.
+
+    Unlike posix_fallocate it writes nothing where the file system cannot do so.
+
+    Raises
+    ------
+    OSError
+        ENOSPC, EDQUOT, EFBIG: no room; part of it may have been set aside. EOPNOTSUPP, ENOSYS:
+        not here.
+    """
+    while True:
+        number = _syscall("fallocate", fd, 0, offset, nbytes)[1]
+        if not number:
+            return
+        if number != errno.EINTR:
+            text = f"fallocate of {nbytes} bytes at file offset {offset}"
             raise OSError(number, f"{text}: {os.strerror(number)}")

@@ -12,8 +12,8 @@ __all__ = ["Plan", "install", "intercept"]
 
 Plan = Callable[[str, tuple[int, ...]], int]
 """Called with the name of a call and its integer arguments before it is made; returns the error
-(errno, CUresult) to answer with instead of making the call, or 0. It may block, to make the order
-of events explicit."""
+(errno, CUresult) to answer with instead of making the call, or 0. A negative number lets preadv and
+pwritev move no more than so many bytes. It may block, to make the order of events explicit."""
 
 _plan: Plan | None = None
 

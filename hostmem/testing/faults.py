@@ -72,7 +72,8 @@ class FaultPlan:
 
     Calls are named as in error messages: ``mmap``, ``mprotect``, ``madvise(MADV_POPULATE_WRITE)``,
     ``mbind``, ``get_mempolicy``, ``move_pages``, ``process_vm_readv``, ``preadv``, ``pwritev``,
-    ``cuMemHostRegister``, ``cuMemHostUnregister``, ``cuMemcpyBatchAsync``... Every call is logged.
+    ``fallocate``, ``cuMemHostRegister``, ``cuMemHostUnregister``, ``cuMemcpyBatchAsync``... Every
+    call is logged.
 
     Examples
     --------
@@ -112,6 +113,31 @@ class FaultPlan:
         """
         with self._lock:
             self._rules.append(_Rule(name, at, times, when, error, None))
+        return self
+
+    def short(
+        self,
+        name: str,
+        nbytes: int,
+        *,
+        at: int = 1,
+        times: int | None = 1,
+        when: Callable[..., bool] | None = None,
+    ) -> Self:
+        """Let calls of ``name`` move no more than ``nbytes``, as the kernel may; see `fail`.
+
+        Parameters
+        ----------
+        name : str
+            ``preadv`` or ``pwritev``.
+        nbytes : int
+            At least 1; with direct I/O a multiple of its block, as the kernel's own short counts
+            are.
+        """
+        if name not in ("preadv", "pwritev") or nbytes < 1:
+            raise ValueError(f"{name}, {nbytes}: only preadv and pwritev, and to 1 byte or more")
+        with self._lock:
+            self._rules.append(_Rule(name, at, times, when, -nbytes, None))
         return self
 
     def hold(self, name: str, *, at: int = 1, when: Callable[..., bool] | None = None) -> Hold:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Sequence
 from time import perf_counter, perf_counter_ns
@@ -16,6 +17,7 @@ from kvtier.replay.summary import Latency, LevelUse, ReplayResult
 from kvtier.replay.trace import Request
 from kvtier.storage import TierStorage
 from kvtier.transfer.memory import MemoryPool
+from kvtier.transfer.slot_io import SlotReadError
 
 __all__ = ["replay_bytes"]
 
@@ -129,7 +131,13 @@ class _Run:
         while at < len(ids):
             wanted = ids[at : at + self._most]
             with self._cache.acquire(_distinct(wanted)) as lease:
-                lease.wait()
+                try:
+                    lease.wait()
+                except SlotReadError as error:
+                    if error.errno != errno.EBADMSG:
+                        raise  # the disk fails
+                    self.corrupt += 1  # found out before it was served: from here on it is a miss
+                    return at
                 self._compare(lease)
                 found = dict(zip(lease.keys, lease.found, strict=True))
             hits = next((n for n, key in enumerate(wanted) if key not in found), len(wanted))

@@ -9,11 +9,12 @@ from typing import cast
 
 import numpy as np
 
-from hostmem import CudaMemory, Device, Event
+from hostmem import CudaMemory, Device
 from hostmem.units import align_up
 from kvtier.transfer.jobs import Dependencies
-from kvtier.transfer.lane import Lane
+from kvtier.transfer.lane import Lane, Which
 from kvtier.transfer.memory import DiskPool, Ids, MemoryPool, PageMemory
+from kvtier.transfer.page_events import PageEvents
 from kvtier.transfer.plan import Addresses, AddressSpace, CopyPlan
 from kvtier.transfer.staging import StagingBuffer
 
@@ -73,7 +74,7 @@ class PageCopier:
         after: Dependencies,
         *,
         up: bool,
-    ) -> list[tuple[int, Event]]:
+    ) -> list[tuple[int, PageEvents]]:
         """Copy pages ``source_ids[i]`` to pages ``destination_ids[i]``.
 
         Parameters
@@ -89,9 +90,9 @@ class PageCopier:
 
         Returns
         -------
-        list of (int, Event)
-            Events and how many pages, in order, each stands for. A failed copy finishes its event
-            with the error, too.
+        list of (int, PageEvents)
+            Events and how many pages, in order, each stands for. A failed copy finishes its event,
+            too; pages that failed are named in it, and their sources are as they were.
         """
         to_disk = isinstance(destination.pools[0], DiskPool)
         from_disk = isinstance(source.pools[0], DiskPool)
@@ -102,8 +103,8 @@ class PageCopier:
         )
         if not to_disk and not from_disk:
             lane = self._up if up else self._down
-            event = lane.submit(partial(_plan_pages, near, near_ids, far, far_ids, up), after)
-            return [(len(near_ids), event)]
+            plan = partial(_plan_pages, near, near_ids, far, far_ids, up)
+            return [(len(near_ids), lane.submit(plan, len(near_ids), after))]
         if not reachable(near):
             return self._through_staging(near, near_ids, far, far_ids, after, up)
         file = cast(DiskPool, far.pools[0]).file
@@ -114,18 +115,19 @@ class PageCopier:
 
     def relocate(
         self, memory: PageMemory, old_ids: Ids, new_ids: Ids, after: Dependencies
-    ) -> list[tuple[int, Event]]:
+    ) -> list[tuple[int, PageEvents]]:
         """Copy pages to other slots of the same level; see `copy`."""
         pool = memory.pools[0]
         if not isinstance(pool, DiskPool):
-            event = self._down.submit(partial(_plan_within, memory, old_ids, new_ids), after)
-            return [(len(old_ids), event)]
+            plan = partial(_plan_within, memory, old_ids, new_ids)
+            return [(len(old_ids), self._down.submit(plan, len(old_ids), after))]
         staging = self._ring()
-        events: list[tuple[int, Event]] = []
+        events: list[tuple[int, PageEvents]] = []
         for first in range(0, len(old_ids), staging.count):
             old, new = (ids[first : first + staging.count] for ids in (old_ids, new_ids))
             buffers = staging.acquire(len(old))
-            read = pool.file.read(old, buffers, Dependencies(after.data))
+            data = after.part(first, first + len(old)).data
+            read = pool.file.read(old, buffers, Dependencies(data))
             written = pool.file.write(new, buffers, Dependencies((read,), after.fences))
             staging.release(len(old), written)
             events.append((len(old), written))
@@ -139,21 +141,22 @@ class PageCopier:
         disk_ids: Ids,
         after: Dependencies,
         up: bool,
-    ) -> list[tuple[int, Event]]:
+    ) -> list[tuple[int, PageEvents]]:
         staging = self._ring()
         file = cast(DiskPool, disk.pools[0]).file
-        events: list[tuple[int, Event]] = []
+        events: list[tuple[int, PageEvents]] = []
         for first in range(0, len(near_ids), staging.count):
             ids = near_ids[first : first + staging.count]
             slots = disk_ids[first : first + staging.count]
             buffers = staging.acquire(len(ids))
             plan = partial(_plan_buffers, near, ids, buffers, staging, up)
-            event: Event
+            data = after.part(first, first + len(ids)).data
+            event: PageEvents
             if up:
-                read = file.read(slots, buffers, Dependencies(data=after.data))
-                event = self._up.submit(plan, Dependencies((read,), after.fences))
+                read = file.read(slots, buffers, Dependencies(data))
+                event = self._up.submit(plan, len(ids), Dependencies((read,), after.fences))
             else:
-                copied = self._down.submit(plan, Dependencies(after.data))
+                copied = self._down.submit(plan, len(ids), Dependencies(data))
                 event = file.write(slots, buffers, Dependencies((copied,), after.fences))
             staging.release(len(ids), event)
             events.append((len(ids), event))
@@ -178,17 +181,20 @@ def reachable(group: PageMemory) -> bool:
     )
 
 
-def _plan_pages(near: PageMemory, ids: Ids, far: PageMemory, far_ids: Ids, up: bool) -> CopyPlan:
+def _plan_pages(
+    near: PageMemory, ids: Ids, far: PageMemory, far_ids: Ids, up: bool, which: Which
+) -> CopyPlan:
     """Plan the copies between two memories, once both can be used."""
     pool = cast(MemoryPool, far.pools[0])
-    pool.wait_usable(far_ids)
-    return _plan_buffers(near, ids, pool.addresses(far_ids), pool, up)
+    pool.wait_usable(far_ids[which])
+    return _plan_buffers(near, ids, pool.addresses(far_ids), pool, up, which)
 
 
 def _plan_buffers(
-    near: PageMemory, ids: Ids, pages: Addresses, space: AddressSpace, up: bool
+    near: PageMemory, ids: Ids, pages: Addresses, space: AddressSpace, up: bool, which: Which
 ) -> CopyPlan:
     """Plan the copies between a group's slots and whole pages, a pool at a time, and merge them."""
+    ids, pages = ids[which], pages[which]
     parts = []
     for pool, offset in zip(near.pools, near.offsets, strict=True):
         memory = cast(MemoryPool, pool)
@@ -202,8 +208,9 @@ def _plan_buffers(
     return CopyPlan.joined(parts)
 
 
-def _plan_within(memory: PageMemory, old: Ids, new: Ids) -> CopyPlan:
+def _plan_within(memory: PageMemory, old: Ids, new: Ids, which: Which) -> CopyPlan:
     """Plan the copies from slots to other slots of the same level, and merge them."""
+    old, new = old[which], new[which]
     parts = []
     for pool in memory.pools:
         space = cast(MemoryPool, pool)

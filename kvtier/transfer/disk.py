@@ -1,76 +1,56 @@
-"""Slots in a file: preallocated, past the page cache where that works, and never in the way.
-
-Reads and writes run on threads that live as long as the file does.
-"""
+"""Slots in a file: room set aside, past the page cache where that works, and never in the way."""
 
 from __future__ import annotations
 
-import errno
+import logging
 import os
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from queue import SimpleQueue
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hostmem import ClosedError, DiskOOMError, HostEvent
-from hostmem.files import read_ranges, write_ranges
-from hostmem.units import format_size
+from hostmem import ClosedError
+from hostmem.files import set_room_aside
+from kvtier.transfer.checksums import Checksums
 from kvtier.transfer.jobs import Dependencies
+from kvtier.transfer.page_events import BatchEvent, PageEvents
+from kvtier.transfer.slot_io import FULL, SlotIO, SlotIOStats, SlotRequest, no_room
+from kvtier.transfer.unnamed_file import DIRECT_GRAIN, open_unnamed
+from kvtier.transfer.workers import Workers
 
 __all__ = ["SlotFile"]
 
+log = logging.getLogger("kvtier")
+
 Ids = NDArray[np.int32]
 Addresses = NDArray[np.uint64]
-_Transfer = Callable[[int, int, Addresses, int], None]
 
-_DIRECT_GRAIN = 4096  # block sizes of disks divide it
-_LARGEST_REQUEST = 2 << 20
 _WORKERS = 4
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Requests that one event stands for."""
-
-    event: HostEvent
-    left: int
-    lock: threading.Lock
-    error: BaseException | None = None
-
-    def done(self, error: BaseException | None) -> None:
-        """Count one request as finished; the last one sets the event."""
-        with self.lock:
-            self.error = self.error or error
-            self.left -= 1
-            last = self.left == 0
-        if last:
-            self.event.set(self.error)
-
-
-_Job = tuple[_Batch, _Transfer, int, Addresses, Dependencies]
+# A request keeps one worker busy, and costs it a few turns at the interpreter: a small batch is
+# spread over the workers, a large one is cut into fewer and larger requests.
+_FULL_REQUEST, _LARGEST_REQUEST = 2 << 20, 8 << 20
 
 
 class SlotFile:
     """A file without a name that holds slots, and the threads that read and write it.
 
+    Every slot is checked when it is read: one that is not what was written fails, as one that
+    cannot be read does, and others of the same call do not.
+
     Parameters
     ----------
     folder : str
-        An existing directory. The file vanishes with its last descriptor, also after a crash;
-        where the file system has no unnamed files, a name is made and removed at once.
+        An existing directory. The file vanishes with its last descriptor, also after a crash.
     slot_size : int
         Bytes of a slot; multiples of 4 KiB bypass the page cache where the directory allows it.
     slots : int
-        Slots to allocate room for.
+        Slots to set room aside for.
 
     Raises
     ------
     DiskOOMError
-        The file system has no room; nothing was kept.
+        The file system has no room (``path``, ``nbytes`` wanted, ``free``); nothing was kept.
     OSError
         The directory cannot be used.
     """
@@ -79,57 +59,55 @@ class SlotFile:
         self.folder = folder
         self.slot_size = slot_size
         self.slots = 0
-        self.direct = False
-        """Whether transfers bypass the page cache."""
-        self._fd = self._open()
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self.reserved = True
+        """Whether the file system has set the room aside; if not, a full disk shows in writes."""
+        wanted = slot_size % DIRECT_GRAIN == 0
+        self._fd, self.direct = open_unnamed(folder, direct=wanted)
+        self._sums = Checksums(slot_size)
+        self._io = SlotIO(self._fd, folder, slot_size, self._sums)
+        self._workers: Workers | None = None
         self._closed = False
         try:
             self.resize(slots)
-            for number in range(_WORKERS):
-                name = f"kvtier-disk-{number}"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
-                thread.start()
-                self._threads.append(thread)
+            self._workers = Workers("kvtier-disk", _WORKERS)
         except BaseException:
             self.close()
             raise
 
-    def _open(self) -> int:
-        if self.slot_size % _DIRECT_GRAIN == 0:
-            try:
-                fd = _open_unnamed(self.folder, os.O_DIRECT)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-            else:
-                self.direct = True
-                return fd
-        return _open_unnamed(self.folder, 0)
-
     def resize(self, slots: int) -> None:
-        """Allocate room for more slots, or cut the file; slots below stay as they are."""
+        """Set room aside for more slots, or cut the file; slots below stay as they are.
+
+        Raises
+        ------
+        DiskOOMError
+            There is no room; nothing has changed.
+        """
         size = slots * self.slot_size
         if slots < self.slots:
             os.ftruncate(self._fd, size)
         elif slots > self.slots:
             start = self.slots * self.slot_size
             try:
-                os.posix_fallocate(self._fd, start, size - start)
+                reserved = set_room_aside(self._fd, start, size - start)
             except OSError as error:
                 os.ftruncate(self._fd, start)
-                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise DiskOOMError(
-                        f"no room for {format_size(size)} in {self.folder}: {error.strerror}; "
-                        "lower the quota or free space",
-                        path=self.folder,
-                        nbytes=size,
-                    ) from error
+                if error.errno in FULL:
+                    raise no_room(self.folder, size, error) from error
                 raise
+            if self.reserved and not reserved:
+                log.warning(
+                    "the file system of %s cannot set room aside: a full disk will fail writes",
+                    self.folder,
+                )
+            self.reserved = reserved
+        self._sums.resize(slots)
         self.slots = slots
 
-    def write(self, ids: Ids, addresses: Addresses, after: Dependencies) -> HostEvent:
+    def stats(self) -> SlotIOStats:
+        """Say what went wrong so far."""
+        return self._io.stats()
+
+    def write(self, ids: Ids, addresses: Addresses, after: Dependencies) -> PageEvents:
         """Write slots from memory; returns at once.
 
         Parameters
@@ -141,77 +119,57 @@ class SlotFile:
         after : Dependencies
             What must have happened before.
 
+        Returns
+        -------
+        PageEvents
+            Of slot ``ids[i]`` in place i. Where no room is left, it fails with `DiskOOMError`;
+            a slot that failed holds nothing that could be read, and the memory still does.
+
         Raises
         ------
         ClosedError
             The file was closed.
         """
-        return self._submit(write_ranges, ids, addresses, after)
+        return self._submit(ids, addresses, after, writes=True)
 
-    def read(self, ids: Ids, addresses: Addresses, after: Dependencies) -> HostEvent:
-        """Read slots into memory; returns at once. See `write`."""
-        return self._submit(read_ranges, ids, addresses, after)
+    def read(self, ids: Ids, addresses: Addresses, after: Dependencies) -> PageEvents:
+        """Read slots into memory; returns at once. See `write`.
+
+        The memory of a slot that failed may hold anything.
+        """
+        return self._submit(ids, addresses, after, writes=False)
 
     def _submit(
-        self, transfer: _Transfer, ids: Ids, addresses: Addresses, after: Dependencies
-    ) -> HostEvent:
-        if self._closed:
+        self, ids: Ids, addresses: Addresses, after: Dependencies, *, writes: bool
+    ) -> PageEvents:
+        if self._closed or self._workers is None:
             raise ClosedError(f"the slots in {self.folder} were closed")
-        requests = list(self._requests(ids, addresses))
-        batch = _Batch(HostEvent(), len(requests), threading.Lock())
-        if not requests:
-            batch.event.set()
-        for offset, places in requests:
-            self._jobs.put((batch, transfer, offset, places, after))
-        return batch.event
+        runs = list(self._runs(ids))
+        batch = BatchEvent(len(runs))
+        for places in runs:
+            first = int(ids[places[0]])
+            request = SlotRequest(
+                batch, len(ids), first, places.tolist(), addresses[places], after, writes
+            )
+            self._workers.put(partial(self._io.perform, request))
+        return batch
 
-    def _requests(self, ids: Ids, addresses: Addresses) -> Iterator[tuple[int, Addresses]]:
-        """Join slots that are neighbours in the file, up to the largest request."""
+    def _runs(self, ids: Ids) -> Iterator[NDArray[np.intp]]:
+        """Join slots that are neighbours in the file, up to a size that suits the batch."""
         order = np.argsort(ids, kind="stable")
-        slots, places = ids[order], addresses[order]
-        most = max(_LARGEST_REQUEST // self.slot_size, 1)
-        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
-        for run in np.split(np.arange(len(slots)), breaks):
+        share = len(ids) * self.slot_size // _WORKERS
+        size = min(max(share, _FULL_REQUEST), _LARGEST_REQUEST)
+        most = max(size // self.slot_size, 1)
+        breaks = np.flatnonzero(np.diff(ids[order]) != 1) + 1
+        for run in np.split(order, breaks):
             for first in range(0, len(run), most):
-                part = run[first : first + most]
-                yield int(slots[part[0]]) * self.slot_size, places[part]
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            batch, transfer, offset, places, after = job
-            try:
-                after.wait()
-                transfer(self._fd, offset, places, self.slot_size)
-            except BaseException as error:  # it belongs to whoever needs the transfer
-                batch.done(error)
-            else:
-                batch.done(None)
-            del job, batch, places, after
-        self._jobs.put(None)  # for the next thread, whether or not anybody knows of it
+                yield run[first : first + most]
 
     def close(self) -> None:
         """Finish what was submitted, end the threads and give the room back. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._jobs.put(None)  # goes from thread to thread
-        for thread in self._threads:  # also after an earlier close was interrupted here
-            thread.join()
+        self._closed = True
+        if self._workers is not None:
+            self._workers.close()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
-
-
-def _open_unnamed(folder: str, flags: int) -> int:
-    """Open a new file that has no name."""
-    flags |= os.O_RDWR | os.O_CLOEXEC
-    try:
-        return os.open(folder, flags | os.O_TMPFILE, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
-            raise  # the file system has unnamed files, or the directory is at fault
-    plain, name = tempfile.mkstemp(prefix="kvtier-", dir=folder)
-    try:
-        return os.open(name, flags)
-    finally:
-        os.close(plain)
-        os.unlink(name)

@@ -1,40 +1,43 @@
-"""Events of submitted transfers, and what a transfer waits for before it begins."""
+"""What a transfer waits for before it begins, and its event as a lane's thread submits it."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Self
 
 from hostmem import Event
 from hostmem.device import DONE, fresh
+from kvtier.transfer.page_events import PageEvents, left, part_of, whole
 
-__all__ = ["Dependencies", "TransferEvent", "all_of", "unfinished"]
+__all__ = ["Dependencies", "TransferEvent", "all_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """What must have happened before a transfer may begin.
+    """What must have happened before a transfer of pages may begin.
 
     Every event is of work submitted earlier. Queues work in the order of submission, so the oldest
     unfinished transfer can always begin, and no two wait for each other.
     """
 
     data: tuple[Event, ...] = ()
-    """Of the bytes it reads; where one failed, so does the transfer."""
+    """Of the bytes it reads. Where `PageEvents` failed for a page, so does the transfer of the page
+    in that place; where another event failed, all of it does."""
     fences: tuple[Event, ...] = ()
     """Of others that use the memory it writes; whether they succeeded does not matter."""
     usable: Callable[[], None] | None = None
     """Blocks until its memory is committed, or raises why it will not be."""
 
-    def wait(self) -> None:
-        """Block until all has finished; raise what made the data fail."""
+    def wait(self, pages: int) -> Mapping[int, BaseException]:
+        """Block until all has finished; the pages whose data failed, by their place."""
         self.wait_finished()
-        for event in self.data:
-            event.synchronize()
-        if self.usable is not None:
+        failures = self.failures(pages)
+        if self.usable is not None and len(failures) < pages:
             self.usable()
+        return failures
 
     def wait_finished(self) -> None:
         """Block until every event has finished.
@@ -44,28 +47,39 @@ class Dependencies:
         for event in (*self.fences, *self.data):
             event.wait_finished()
 
+    def failures(self, pages: int) -> Mapping[int, BaseException]:
+        """Say which of ``pages`` have data that failed, by their place, and why."""
+        failures: dict[int, BaseException] = {}
+        for event in self.data:
+            if isinstance(event, PageEvents):
+                failures.update(event.failures)
+            elif (error := event.error) is not None:
+                failures.update(dict.fromkeys(range(pages), error))
+        return failures
 
-def unfinished(events: Iterable[Event | None]) -> tuple[Event, ...]:
-    """Return the distinct events whose outcome still matters: not finished, or failed."""
-    seen = {id(event): event for event in events if event is not None}
-    return tuple(e for e in seen.values() if not e.query() or e.error is not None)
+    def part(self, first: int, stop: int) -> Self:
+        """Give the dependencies of some of the pages."""
+        return replace(self, data=tuple(part_of(event, first, stop) for event in self.data))
 
 
-class TransferEvent(Event):
-    """An event for work that a thread of ours submits to a device later.
+class TransferEvent(PageEvents):
+    """An event for pages that a thread of ours submits to a device later.
 
     Until then it is unfinished; then it is as the event that the device recorded.
     """
 
-    __slots__ = ("_error", "_inner", "_submitted")
+    __slots__ = ("_error", "_failures", "_inner", "_pages", "_submitted")
 
-    def __init__(self) -> None:
+    def __init__(self, pages: int) -> None:
+        self._pages = pages
         self._submitted = threading.Event()
         self._inner: Event | None = None
         self._error: BaseException | None = None
+        self._failures: Mapping[int, BaseException] = {}
 
-    def submitted(self, event: Event) -> None:
-        """Note what the device recorded."""
+    def submitted(self, event: Event, failures: Mapping[int, BaseException]) -> None:
+        """Note what the device recorded, and the pages that were not submitted."""
+        self._failures = failures
         self._inner = event
         self._submitted.set()
 
@@ -85,24 +99,40 @@ class TransferEvent(Event):
         return inner.query() if inner is not None else self._error is not None
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Block until the work has finished; raise what made it fail."""
+        """Block until the work has finished; raise what made the first page fail that did."""
         end = None if timeout is None else time.monotonic() + timeout
         if not self._submitted.wait(timeout):
             raise TimeoutError(f"the transfer was not submitted after {timeout} s")
-        if self._error is not None:
-            raise fresh(self._error) from self._error
         if self._inner is not None:
-            self._inner.synchronize(_left(end))
+            self._inner.synchronize(left(end))
+        if (error := self.error) is not None:
+            raise fresh(error) from error
 
     @property
     def error(self) -> BaseException | None:
-        """What made finished work fail, or None."""
+        """What made the first page of finished work fail that did, or None."""
+        if (error := self._whole_error()) is not None:
+            return error
+        return next(iter(self._failures.values()), None)
+
+    @property
+    def failures(self) -> Mapping[int, BaseException]:
+        """The pages that failed, by their place, and why."""
+        if (error := self._whole_error()) is not None:
+            return {**dict.fromkeys(range(self._pages), error), **self._failures}
+        return self._failures
+
+    def failure(self, index: int) -> BaseException | None:
+        """Say what made one page fail, or None."""
+        return self._failures.get(index) or self._whole_error()
+
+    def _whole_error(self) -> BaseException | None:
         return self._error if self._inner is None else self._inner.error
 
 
 def all_of(events: Iterable[Event]) -> Event:
     """Return an event that has finished when all of these have."""
-    going = tuple(event for event in events if not event.query())
+    going = tuple(whole(event) for event in events if not event.query())
     if len(going) > 1:
         return _AllOf(going)
     return going[0] if going else DONE
@@ -123,7 +153,7 @@ class _AllOf(Event):
         end = None if timeout is None else time.monotonic() + timeout
         for event in self._events:
             try:
-                event.synchronize(_left(end))
+                event.synchronize(left(end))
             except Exception:
                 if not event.query():
                     raise
@@ -131,8 +161,3 @@ class _AllOf(Event):
     @property
     def error(self) -> BaseException | None:
         return None
-
-
-def _left(end: float | None) -> float | None:
-    """Seconds until a moment of the monotonic clock."""
-    return None if end is None else max(end - time.monotonic(), 0.0)

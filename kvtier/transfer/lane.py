@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from queue import SimpleQueue
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hostmem import ClosedError, Device, Event
+from hostmem.device import fresh
 from hostmem.device.cuda import CudaEvent
 from kvtier.transfer.jobs import Dependencies, TransferEvent
+from kvtier.transfer.page_events import behind
 from kvtier.transfer.plan import CopyPlan
 
-__all__ = ["Lane"]
+__all__ = ["Lane", "Which"]
 
-_Job = tuple[Callable[[], CopyPlan], Dependencies, TransferEvent]
+Which = NDArray[np.intp] | slice
+"""Places of pages in a batch; indexes an array of the batch."""
+_Job = tuple[Callable[[Which], CopyPlan], int, Dependencies, TransferEvent]
 
 
 class Lane:
@@ -43,14 +50,18 @@ class Lane:
             self._stream.close()
             raise
 
-    def submit(self, plan: Callable[[], CopyPlan], after: Dependencies) -> TransferEvent:
+    def submit(
+        self, plan: Callable[[Which], CopyPlan], pages: int, after: Dependencies
+    ) -> TransferEvent:
         """Queue a batch of copies; returns at once.
 
         Parameters
         ----------
         plan : callable
             Makes the plan, on the lane's thread, when the destination may be written; it may block
-            until memory is usable.
+            until memory is usable. Given the pages to copy: those whose data did not fail.
+        pages : int
+            How many there are.
         after : Dependencies
             What must have happened before.
 
@@ -61,18 +72,22 @@ class Lane:
         """
         if self._closed:
             raise ClosedError("the copy lane was closed")
-        event = TransferEvent()
-        self._jobs.put((plan, after, event))
+        event = TransferEvent(pages)
+        self._jobs.put((plan, pages, after, event))
         return event
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            plan, after, event = job
+            plan, pages, after, event = job
             try:
                 self._wait(after)
-                copies = plan()
+                failures = after.failures(pages)
+                if failures and len(failures) == pages:
+                    error = next(iter(failures.values()))
+                    raise fresh(error) from error
+                copies = plan(_without(failures, pages) if failures else slice(None))
                 self._stream.copy(copies.destinations, copies.sources, copies.sizes)
-                event.submitted(self._stream.record())
+                event.submitted(self._stream.record(), failures)
             except BaseException as error:  # it belongs to whoever needs the copy
                 with contextlib.suppress(Exception):  # a GPU that fails ends all waits like this
                     after.wait_finished()
@@ -83,16 +98,12 @@ class Lane:
 
     def _wait(self, after: Dependencies) -> None:
         """Order the stream after what the device itself does; wait here for the rest."""
-        for event in after.fences:
-            if (recorded := _recorded(event)) is not None:
-                self._stream.wait(recorded)
-            else:
-                event.wait_finished()
-        for event in after.data:
-            if (recorded := _recorded(event)) is not None:
-                self._stream.wait(recorded)
-            else:
-                event.synchronize()
+        for event in (*after.fences, *after.data):
+            for work in behind(event):
+                if (recorded := _recorded(work)) is not None:
+                    self._stream.wait(recorded)
+                else:
+                    work.wait_finished()
 
     def close(self) -> None:
         """Finish what was submitted and end the thread and the stream. Idempotent."""
@@ -101,6 +112,12 @@ class Lane:
             self._jobs.put(None)
         self._thread.join()  # also after an earlier close was interrupted here
         self._stream.close()
+
+
+def _without(failures: Collection[int], pages: int) -> NDArray[np.intp]:
+    kept = np.ones(pages, np.bool_)
+    kept[list(failures)] = False
+    return np.flatnonzero(kept)
 
 
 def _recorded(event: Event) -> CudaEvent | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from hostmem._sys import seam
+from hostmem._sys import linux, seam
 from hostmem._sys.seam import intercept
 from hostmem.testing import FaultPlan, Hold
 
@@ -193,3 +197,38 @@ def test_a_call_that_is_never_let_go_is_told(monkeypatch: pytest.MonkeyPatch) ->
         caller = Caller()
         caller.join(30)
         assert isinstance(caller.answer, TimeoutError)
+
+
+# ---------------------------------------------------------------------------- short counts
+
+
+def test_a_planned_call_moves_only_so_many_bytes(tmp_path: Path) -> None:
+    data, back = np.arange(12, dtype=np.uint8), np.zeros(12, np.uint8)
+    with open(tmp_path / "file", "w+b", buffering=0) as file, FaultPlan() as plan:
+        plan.short("pwritev", 7).short("preadv", 4, at=2)
+        # Two pieces of six bytes.
+        assert linux.pwritev(file.fileno(), table(data), 0) == 7
+        assert os.fstat(file.fileno()).st_size == 7
+        assert linux.pwritev(file.fileno(), table(data), 0) == 12
+        assert linux.preadv(file.fileno(), table(back), 0) == 12
+        back[:] = 0
+        assert linux.preadv(file.fileno(), table(back), 0) == 4
+    assert back.tolist() == [0, 1, 2, 3] + [0] * 8
+
+
+def table(data: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    base = int(data.__array_interface__["data"][0])
+    return linux.iovecs(np.array([base, base + 6], np.uint64), 6)
+
+
+def test_a_count_beyond_the_call_changes_nothing(tmp_path: Path) -> None:
+    data = np.arange(12, dtype=np.uint8)
+    with open(tmp_path / "file", "w+b", buffering=0) as file, FaultPlan() as plan:
+        plan.short("pwritev", 100)
+        assert linux.pwritev(file.fileno(), table(data), 0) == 12
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("mmap", 4096), ("preadv", 0)])
+def test_calls_that_move_no_bytes_cannot_be_short(name: str, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="only preadv and pwritev"):
+        FaultPlan().short(name, nbytes)

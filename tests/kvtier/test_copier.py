@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from kvtier.transfer import copier as copier_module
 from kvtier.transfer.disk import SlotFile
 from kvtier.transfer.jobs import Dependencies
 from kvtier.transfer.memory import DiskPool, MemoryPool, PageMemory
+from kvtier.transfer.page_events import BatchEvent, gathered
 
 if TYPE_CHECKING:
     from tests.kvtier.conftest import Gate, Tiers
@@ -111,7 +112,7 @@ def ids(*slots: int) -> NDArray[np.int32]:
     return np.array(slots, np.int32)
 
 
-def finish(events: list[tuple[int, Event]]) -> list[int]:
+def finish(events: Sequence[tuple[int, Event]]) -> list[int]:
     """Wait for a copy; give how many pages each of its events stands for."""
     for _, event in events:
         event.synchronize()
@@ -195,6 +196,32 @@ def test_more_pages_than_staging_buffers_go_in_parts_with_an_event_each(bench: B
     back = slots + np.int32(1)
     assert finish(copier.copy(disk, slots, hot, back, NOTHING, up=True)) == [3, 3, 1]
     for slot, page in zip(back.tolist(), pages, strict=True):
+        assert np.array_equal(bench.get(hot, slot), page)
+
+
+@pytest.mark.usefixtures("few_buffers")
+@pytest.mark.parametrize("what", ["down", "up", "within"])
+def test_pages_whose_data_failed_fail_in_the_part_they_are_in(bench: Bench, what: str) -> None:
+    hot, disk = bench.hot(4096, 8192), bench.disk(12288)
+    copier = bench.copier(12288)
+    pages = bench.put(hot, 0, 1, 2, 3, 4)
+    finish(copier.copy(hot, ids(0, 1, 2, 3, 4), disk, ids(0, 1, 2, 3, 4), NOTHING, up=False))
+    brought, gone = BatchEvent(1), OSError(errno.EIO, "gone")
+    brought.part_done({4: gone})
+    after = Dependencies(gathered([brought.page(n) for n in range(5)]))
+    old, new = ids(0, 1, 2, 3, 4), ids(9, 8, 7, 6, 5)
+    if what == "within":
+        events = copier.relocate(disk, old, new, after)
+    elif what == "down":
+        events = copier.copy(hot, old, disk, new, after, up=False)
+    else:
+        events = copier.copy(disk, old, hot, new, after, up=True)
+    for _, event in events:
+        event.wait_finished()
+    assert [(count, event.failures) for count, event in events] == [(3, {}), (2, {1: gone})]
+    if what != "up":
+        finish(copier.copy(disk, new[:4], hot, new[:4], NOTHING, up=True))
+    for slot, page in zip(new[:4].tolist(), pages[:4], strict=True):
         assert np.array_equal(bench.get(hot, slot), page)
 
 

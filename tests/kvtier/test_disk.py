@@ -17,7 +17,6 @@ import pytest
 from numpy.typing import NDArray
 
 from hostmem import ClosedError, CpuDevice, DiskOOMError, HostEvent, StaticHostMem
-from hostmem._sys import linux
 from hostmem.testing import FaultPlan, Hold
 from kvtier.transfer.disk import SlotFile
 from kvtier.transfer.jobs import Dependencies
@@ -142,6 +141,22 @@ def test_a_directory_without_direct_io_goes_through_the_page_cache(
     assert in_file(file, 3) == slots[0].tobytes()
 
 
+@pytest.mark.odirect
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_direct_io_that_is_refused_only_when_it_is_used_goes_through_the_page_cache(
+    make: Callable[..., SlotFile], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refused(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "pwrite", refused)
+    file = make(4096, 4)
+    assert not file.direct
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert os.fstat(file._fd).st_size == 4 * 4096
+
+
 def refuse_open(monkeypatch: pytest.MonkeyPatch, flag: int, error: int) -> None:
     """Answer like a file system that does not know a flag."""
     real = os.open
@@ -206,7 +221,7 @@ def test_neighbours_in_the_file_are_one_request(
         ]
 
 
-def test_no_request_is_larger_than_two_mebibytes(
+def test_a_small_batch_makes_no_request_larger_than_two_mebibytes(
     make: Callable[..., SlotFile], memory: Memory
 ) -> None:
     file, size = make(768 << 10, 5), 768 << 10
@@ -218,6 +233,19 @@ def test_no_request_is_larger_than_two_mebibytes(
             (2, 2),
             (4, 1),
         ]
+
+
+@pytest.mark.parametrize(
+    ("mib", "requests"), [(8, [2] * 4), (12, [3] * 4), (48, [8] * 6)], ids=["2", "3", "8"]
+)
+def test_a_large_batch_is_one_request_a_worker_of_at_most_eight_mebibytes(
+    make: Callable[..., SlotFile], memory: Memory, mib: int, requests: list[int]
+) -> None:
+    file, size = make(1 << 20, mib), 1 << 20
+    addresses = np.resize(memory.addresses(size, *range(6)), mib)
+    with FaultPlan() as plan:
+        file.write(np.arange(mib, dtype=np.int32), addresses, NOTHING).synchronize()
+        assert [n for _, n, _ in plan.calls("pwritev")] == requests
 
 
 def test_a_slot_larger_than_a_request_is_one_by_itself(
@@ -245,30 +273,19 @@ def test_four_requests_are_in_flight_at_once(make: Callable[..., SlotFile], memo
         event.synchronize()
 
 
-def test_short_transfers_are_continued(
-    make: Callable[..., SlotFile], memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_transfers_are_continued(make: Callable[..., SlotFile], memory: Memory) -> None:
     """The kernel may stop anywhere; with direct I/O at a block, which is what is done here."""
     file, slots = make(8192, 4), memory.slots(8192)
     fill(slots, 0, 1)
     wanted = slots[:2].copy()
-    calls: list[str] = []
-
-    def one_block(name: str, call: Callable[..., int]) -> Callable[..., int]:
-        def transfer(fd: int, table: NDArray[np.uint64], offset: int) -> int:
-            calls.append(name)
-            first = table[:1].copy()
-            first[0, 1] = min(int(first[0, 1]), 4096)
-            return call(fd, first, offset)
-
-        return transfer
-
-    for name in ("pwritev", "preadv"):
-        monkeypatch.setattr(linux, name, one_block(name, getattr(linux, name)))
-    file.write(ids(1, 2), memory.addresses(8192, 0, 1), NOTHING).synchronize()
-    file.read(ids(1, 2), memory.addresses(8192, 2, 3), NOTHING).synchronize()
+    with FaultPlan() as plan:
+        for name in ("pwritev", "preadv"):
+            plan.short(name, 4096, times=None)
+        file.write(ids(1, 2), memory.addresses(8192, 0, 1), NOTHING).synchronize()
+        file.read(ids(1, 2), memory.addresses(8192, 2, 3), NOTHING).synchronize()
+        for name in ("pwritev", "preadv"):
+            assert [offset for _, _, offset in plan.calls(name)] == [8192, 12288, 16384, 20480]
     assert np.array_equal(slots[2:4], wanted)
-    assert calls == ["pwritev"] * 4 + ["preadv"] * 4
 
 
 # ----------------------------------------------------------------------------- dependencies
@@ -325,9 +342,11 @@ def test_a_failed_write_fails_its_event_and_no_other_slot(
         plan.fail("pwritev", number, when=at(4 * 4096))
         bad = file.write(ids(4), memory.addresses(4096, 0), NOTHING)
         good = file.write(ids(2, 6), memory.addresses(4096, 1, 2), NOTHING)
-        with pytest.raises(OSError, match="pwritev of 4096 bytes at file offset 16384") as caught:
+        with pytest.raises(
+            DiskOOMError if number == errno.ENOSPC else OSError,
+            match="pwritev of 4096 bytes at file offset 16384",
+        ) as caught:
             bad.synchronize()
-        assert caught.value.errno == number
         assert caught.value.__cause__ is bad.error
         good.synchronize()
     assert (in_file(file, 2), in_file(file, 6)) == (slots[1].tobytes(), slots[2].tobytes())
@@ -373,6 +392,7 @@ def test_a_truncated_file_is_an_error_and_not_garbage(
     with pytest.raises(OSError, match=f"the file ends at {4 * size}") as caught:
         beyond.synchronize()
     assert caught.value.errno == errno.EIO
+    assert list(beyond.failures) == [2]
 
 
 # ---------------------------------------------------------------------------- room and size
@@ -393,7 +413,8 @@ def test_a_file_for_which_there_is_no_room_is_an_error_and_nothing_is_kept(
     room(100 * 4096)
     with pytest.raises(DiskOOMError, match=r"no room for 404 KiB in .*lower the quota") as caught:
         SlotFile(str(tmp_path), 4096, 101)
-    assert caught.value.facts == {"path": str(tmp_path), "nbytes": 101 * 4096}
+    assert (caught.value.path, caught.value.nbytes) == (str(tmp_path), 101 * 4096)
+    assert caught.value.free > 1 << 20
     assert (sorted(os.listdir("/proc/self/fd")), threading.active_count()) == before
     assert os.listdir(tmp_path) == []
 
@@ -415,27 +436,36 @@ def test_a_full_file_system_is_an_error_and_its_room_is_given_back(tmp_path: Pat
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_no_room_is_one_type_whatever_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def full(*_: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(DiskOOMError):
-        SlotFile(str(tmp_path), 4096, 4)
+def test_no_room_is_one_type_whatever_says_so(tmp_path: Path, number: int) -> None:
+    with FaultPlan() as plan:
+        plan.fail("fallocate", number)
+        with pytest.raises(DiskOOMError):
+            SlotFile(str(tmp_path), 4096, 4)
 
 
-def test_another_error_of_allocating_stays_what_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "posix_fallocate", broken)
-    with pytest.raises(OSError, match="Input/output error") as caught:
-        SlotFile(str(tmp_path), 4096, 4)
+def test_another_error_of_setting_room_aside_stays_what_it_is(tmp_path: Path) -> None:
+    with FaultPlan() as plan:
+        plan.fail("fallocate", errno.EIO)
+        with pytest.raises(OSError, match="fallocate of 16384 bytes at file offset 0") as caught:
+            SlotFile(str(tmp_path), 4096, 4)
     assert not isinstance(caught.value, DiskOOMError)
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_where_no_room_can_be_set_aside_the_file_says_so_and_works(
+    make: Callable[..., SlotFile], memory: Memory, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    with FaultPlan() as plan:
+        plan.fail("fallocate", number, times=None)
+        file, slots = make(4096, 4), memory.slots(4096)
+        assert not file.reserved
+        file.resize(8)
+    found = os.fstat(file._fd)
+    assert (found.st_size, found.st_blocks) == (8 * 4096, 0)
+    assert caplog.text.count("cannot set room aside") == 1
+    fill(slots, 0)
+    file.write(ids(7), memory.addresses(4096, 0), NOTHING).synchronize()
+    assert in_file(file, 7) == slots[0].tobytes()
 
 
 def test_a_thread_that_cannot_start_leaves_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hostmem._sys import linux
-from hostmem.files import read_ranges, write_ranges
+from hostmem.files import checksums, read_ranges, set_room_aside, write_ranges
 from hostmem.testing import FaultPlan
 
 Bytes = NDArray[np.uint8]
@@ -120,3 +121,49 @@ def test_an_interrupted_call_is_made_again(fd: int) -> None:
         write_ranges(fd, 0, pieces(source, np.arange(1), 64), 64)
         assert len(plan.calls("pwritev")) == 4
     assert os.pread(fd, 64, 0) == source.tobytes()
+
+
+# ---------------------------------------------------------------------------- room, checksums
+
+
+def test_room_is_set_aside_and_what_is_there_stays(fd: int) -> None:
+    os.pwrite(fd, b"x" * 100, 0)
+    assert set_room_aside(fd, 50, 1 << 20)
+    found = os.fstat(fd)
+    assert found.st_size == 50 + (1 << 20)
+    assert found.st_blocks * 512 >= found.st_size
+    assert os.pread(fd, 101, 0) == b"x" * 100 + b"\0"
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_that_sets_no_room_aside_makes_the_file_as_long(fd: int, number: int) -> None:
+    with FaultPlan() as plan:
+        plan.fail("fallocate", number, times=2)
+        assert not set_room_aside(fd, 50, 4096)
+        assert os.fstat(fd).st_size == 4146
+        assert not set_room_aside(fd, 0, 100)  # and never shorter
+    assert os.fstat(fd).st_size == 4146
+
+
+def test_an_interrupted_allocation_is_made_again(fd: int) -> None:
+    with FaultPlan() as plan:
+        plan.fail("fallocate", errno.EINTR, times=2)
+        assert set_room_aside(fd, 0, 4096)
+        assert len(plan.calls("fallocate")) == 3
+
+
+def test_other_errors_of_an_allocation_are_passed_on(fd: int) -> None:
+    with FaultPlan() as plan:
+        plan.fail("fallocate", errno.ENOSPC)
+        with pytest.raises(OSError, match="fallocate of 4096 bytes at file offset 64") as caught:
+            set_room_aside(fd, 64, 4096)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_checksums_are_those_of_the_ranges() -> None:
+    memory = numbered(3 * 10_000)
+    found = checksums(pieces(memory, np.array([2, 0]), 10_000), 10_000)
+    assert found.dtype == np.uint32
+    data = memory.tobytes()
+    assert found.tolist() == [zlib.crc32(data[20_000:]), zlib.crc32(data[:10_000])]
+    assert checksums(pieces(memory, np.arange(0), 10_000), 10_000).tolist() == []

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from hostmem import ClosedError, CpuDevice, CudaDevice, Device, Event, HostEvent
 from hostmem.testing import FakeDriver, FaultPlan
 from kvtier.transfer.jobs import Dependencies, TransferEvent
-from kvtier.transfer.lane import Lane
+from kvtier.transfer.lane import Lane, Which
+from kvtier.transfer.page_events import BatchEvent
 from kvtier.transfer.plan import CopyPlan
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def buffers() -> Iterator[None]:
 
 def test_a_copy_is_there_when_its_event_has_finished(lane: Lane) -> None:
     to = buffer()
-    lane.submit(lambda: copying(to, buffer(7)), NOTHING).synchronize()
+    lane.submit(lambda _: copying(to, buffer(7)), 1, NOTHING).synchronize()
     assert (to == 7).all()
 
 
@@ -71,9 +72,9 @@ def test_copies_run_in_the_order_they_were_submitted(lane: Lane) -> None:
     first, second, source = buffer(), buffer(), buffer(7)
     with FaultPlan() as plan:
         held = plan.hold("process_vm_readv")
-        one = lane.submit(lambda: copying(first, source), NOTHING)
+        one = lane.submit(lambda _: copying(first, source), 1, NOTHING)
         # What the first brings is what the second carries on.
-        two = lane.submit(lambda: copying(second, first), NOTHING)
+        two = lane.submit(lambda _: copying(second, first), 1, NOTHING)
         held.wait_reached()
         assert not one.query()
         assert not two.query()
@@ -86,7 +87,7 @@ def test_copies_run_in_the_order_they_were_submitted(lane: Lane) -> None:
 def test_submitting_never_blocks(lane: Lane, gate: Callable[[], Gate]) -> None:
     shut = gate()
     events = [
-        lane.submit(lambda: copying(buffer(), buffer()), Dependencies(fences=(shut,)))
+        lane.submit(lambda _: copying(buffer(), buffer()), 1, Dependencies(fences=(shut,)))
         for _ in range(100)
     ]
     assert not any(event.query() for event in events)
@@ -99,11 +100,11 @@ def test_nothing_is_planned_before_the_fences_have_finished(
 ) -> None:
     fence, planned = gate(), []
 
-    def plan() -> CopyPlan:
+    def plan(_: Which) -> CopyPlan:
         planned.append(fence.query())
         return copying(buffer(), buffer())
 
-    event = lane.submit(plan, Dependencies(fences=(fence,)))
+    event = lane.submit(plan, 1, Dependencies(fences=(fence,)))
     fence.wait_asked()
     assert planned == []
     fence.set(OSError(5, "a fence that failed has finished, too"))
@@ -115,14 +116,33 @@ def test_failed_data_fails_the_copy_and_later_ones_still_run(lane: Lane) -> None
     data = HostEvent()
     data.set(OSError(errno.EIO, "the disk is gone"))
     to, other = buffer(), buffer()
-    event = lane.submit(lambda: copying(to, buffer(7)), Dependencies((data,)))
-    later = lane.submit(lambda: copying(other, buffer(8)), NOTHING)
+    event = lane.submit(lambda _: copying(to, buffer(7)), 1, Dependencies((data,)))
+    later = lane.submit(lambda _: copying(other, buffer(8)), 1, NOTHING)
     with pytest.raises(OSError, match="the disk is gone"):
         event.synchronize()
     assert repr(event.error) == repr(data.error)
     later.synchronize()
     assert (to == 0).all()
     assert (other == 8).all()
+
+
+def test_pages_whose_data_failed_are_not_copied_and_the_others_are(lane: Lane) -> None:
+    to, source = [buffer() for _ in range(4)], [buffer(n + 1) for n in range(4)]
+    read = BatchEvent(1)
+    read.part_done({1: OSError(errno.EIO, "the disk is gone"), 2: OSError(errno.EIO, "gone, too")})
+
+    def plan(which: Which) -> CopyPlan:
+        pages = np.arange(4)[which].tolist()
+        return CopyPlan.joined([copying(to[n], source[n]) for n in pages])
+
+    event = lane.submit(plan, 4, Dependencies((read,)))
+    with pytest.raises(OSError, match="the disk is gone"):
+        event.synchronize()
+    assert [int(page[0]) for page in to] == [1, 0, 0, 4]
+    assert [event.page(n).error for n in range(4)] == [None, *read.failures.values(), None]
+    event.page(3).synchronize()
+    with pytest.raises(OSError, match="gone, too"):
+        event.page(2).synchronize()
 
 
 class Foreign(Event):
@@ -141,11 +161,13 @@ class Foreign(Event):
 
 def test_the_failure_of_an_event_of_another_kind_is_noticed(lane: Lane) -> None:
     to = buffer()
-    event = lane.submit(lambda: copying(to, buffer(7)), Dependencies((Foreign(),)))
+    event = lane.submit(lambda _: copying(to, buffer(7)), 1, Dependencies((Foreign(),)))
     with pytest.raises(OSError, match="the engine failed"):
         event.synchronize()
     assert (to == 0).all()
-    lane.submit(lambda: copying(to, buffer(8)), Dependencies(fences=(Foreign(),))).synchronize()
+    lane.submit(
+        lambda _: copying(to, buffer(8)), 1, Dependencies(fences=(Foreign(),))
+    ).synchronize()
     assert (to == 8).all()
 
 
@@ -155,7 +177,7 @@ def test_a_copy_that_fails_early_still_finishes_after_all_it_depends_on(
     """Its event fences both sides: others may read or write those slots until then."""
     data, other = HostEvent(), gate()
     data.set(OSError(errno.EIO, "the disk is gone"))
-    event = lane.submit(lambda: copying(buffer(), buffer()), Dependencies((data, other)))
+    event = lane.submit(lambda _: copying(buffer(), buffer()), 1, Dependencies((data, other)))
     other.wait_asked()
     assert not event.query()
     other.set()
@@ -164,12 +186,12 @@ def test_a_copy_that_fails_early_still_finishes_after_all_it_depends_on(
 
 
 def test_a_plan_that_cannot_be_made_fails_its_copy_only(lane: Lane) -> None:
-    def never() -> CopyPlan:
+    def never(_: Which) -> CopyPlan:
         raise MemoryError("the node is full")
 
     to = buffer()
-    event = lane.submit(never, NOTHING)
-    later = lane.submit(lambda: copying(to, buffer(8)), NOTHING)
+    event = lane.submit(never, 1, NOTHING)
+    later = lane.submit(lambda _: copying(to, buffer(8)), 1, NOTHING)
     with pytest.raises(MemoryError, match="the node is full"):
         event.synchronize()
     later.synchronize()
@@ -180,10 +202,10 @@ def test_a_copy_that_the_driver_refuses_fails_alone(lane: Lane) -> None:
     to = buffer()
     with FaultPlan() as plan:
         plan.fail("cuMemcpyBatchAsync", 1)
-        event = lane.submit(lambda: copying(buffer(), buffer()), NOTHING)
+        event = lane.submit(lambda _: copying(buffer(), buffer()), 1, NOTHING)
         with pytest.raises(Exception, match="cuMemcpyBatchAsync"):
             event.synchronize()
-    later = lane.submit(lambda: copying(to, buffer(8)), NOTHING)
+    later = lane.submit(lambda _: copying(to, buffer(8)), 1, NOTHING)
     later.synchronize()
     assert (to == 8).all()
 
@@ -194,8 +216,8 @@ def test_the_copy_of_another_lane_is_waited_for(lane: Lane, device: Device) -> N
     try:
         with FaultPlan() as plan:
             held = plan.hold("process_vm_readv")
-            one = other.submit(lambda: copying(middle, buffer(7)), NOTHING)
-            two = lane.submit(lambda: copying(to, middle), Dependencies((one,)))
+            one = other.submit(lambda _: copying(middle, buffer(7)), 1, NOTHING)
+            two = lane.submit(lambda _: copying(to, middle), 1, Dependencies((one,)))
             held.wait_reached()
             assert not two.query()
             held.release()
@@ -211,9 +233,11 @@ def test_a_gpu_waits_for_its_own_copies_itself() -> None:
     try:
         with FaultPlan() as plan:
             held = plan.hold("process_vm_readv")
-            one = lanes[0].submit(lambda: copying(buffer(), buffer()), NOTHING)
+            one = lanes[0].submit(lambda _: copying(buffer(), buffer()), 1, NOTHING)
             held.wait_reached()
-            two = lanes[1].submit(lambda: copying(buffer(), buffer()), Dependencies(fences=(one,)))
+            two = lanes[1].submit(
+                lambda _: copying(buffer(), buffer()), 1, Dependencies(fences=(one,))
+            )
             # Submitted although the first copy is not over: no thread of ours waits for it.
             two.wait_submitted()
             assert not one.query()
@@ -230,8 +254,8 @@ def test_closing_finishes_what_was_submitted(device: Device, spawn: Spawn) -> No
     with FaultPlan() as plan:
         held = plan.hold("process_vm_readv")
         events: list[TransferEvent] = [
-            lane.submit(lambda: copying(buffer(), buffer()), NOTHING),
-            lane.submit(lambda: copying(to, buffer(7)), NOTHING),
+            lane.submit(lambda _: copying(buffer(), buffer()), 1, NOTHING),
+            lane.submit(lambda _: copying(to, buffer(7)), 1, NOTHING),
         ]
         held.wait_reached()
         closing = spawn(lane.close)
@@ -247,4 +271,4 @@ def test_a_closed_lane_refuses_work_that_nobody_would_do(device: Device) -> None
     lane = Lane(device, "kvtier-lane")
     lane.close()
     with pytest.raises(ClosedError):
-        lane.submit(lambda: copying(buffer(), buffer()), NOTHING)
+        lane.submit(lambda _: copying(buffer(), buffer()), 1, NOTHING)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -189,16 +188,14 @@ def test_a_shrink_that_the_levels_below_have_no_room_for_changes_nothing(
 
 
 def test_a_growth_without_room_on_the_disk_changes_nothing(
-    tiers: Tiers, storage: TierStorage, monkeypatch: pytest.MonkeyPatch
+    tiers: Tiers, storage: TierStorage
 ) -> None:
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     pages = fill(tiers, storage, range(20))
     before = state(storage, pages)
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(DiskOOMError):
-        storage.adjust_cache_level(2, "8MiB")
+    with FaultPlan() as plan:
+        plan.fail("fallocate", errno.ENOSPC)
+        with pytest.raises(DiskOOMError):
+            storage.adjust_cache_level(2, "8MiB")
     assert state(storage, pages) == before
     assert_all_there(tiers, storage, pages)
 

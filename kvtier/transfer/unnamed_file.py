@@ -1,0 +1,81 @@
+"""Files without a name: gone with their last descriptor, also after a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+
+__all__ = ["DIRECT_GRAIN", "open_unnamed"]
+
+DIRECT_GRAIN = 4096
+"""Bytes that offsets, addresses and sizes of direct I/O are multiples of: blocks divide it."""
+
+_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def open_unnamed(folder: str, *, direct: bool) -> tuple[int, bool]:
+    """Open a new file that has no name.
+
+    Parameters
+    ----------
+    folder : str
+        An existing directory. Where its file system has no unnamed files, a name is made and
+        removed at once.
+    direct : bool
+        Bypass the page cache if the file system can, which a block that is written tells: some
+        refuse only that.
+
+    Returns
+    -------
+    fd : int
+        The file, empty.
+    direct : bool
+        Whether it bypasses the page cache.
+
+    Raises
+    ------
+    OSError
+        The directory cannot be used.
+    """
+    if direct:
+        try:
+            fd = _open(folder, os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT_IO:
+                raise
+        else:
+            if _takes_a_block(fd):
+                return fd, True
+            os.close(fd)
+    return _open(folder, 0), False
+
+
+def _open(folder: str, flags: int) -> int:
+    flags |= os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(folder, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise  # the file system has unnamed files, or the directory is at fault
+    plain, name = tempfile.mkstemp(prefix="kvtier-", dir=folder)
+    try:
+        return os.open(name, flags)
+    finally:
+        os.close(plain)
+        os.unlink(name)
+
+
+def _takes_a_block(fd: int) -> bool:
+    try:
+        with mmap.mmap(-1, DIRECT_GRAIN) as page:  # an address that direct I/O takes
+            os.pwrite(fd, page, 0)
+    except OSError as error:
+        if error.errno in _NO_DIRECT_IO:
+            return False
+        # Whatever else is wrong, setting room aside will say it better.
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+    return True
