@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hostmem._sys import _linux_abi
-from hostmem._sys.seam import intercept
+from hostmem._sys.seam import intercept, restate
 from hostmem.errors import HostOOMError
 
 __all__ = [
@@ -385,6 +385,7 @@ def node_of_pages(
     )
     if result < 0:
         raise _error(number, "move_pages", int(addresses[0]) if len(addresses) else 0, 0)
+    restate(addresses, status)
     return status
 
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hostmem._sys import seam
 
 __all__ = ["FaultPlan", "Hold"]
@@ -87,7 +90,9 @@ class FaultPlan:
         self._rules: list[_Rule] = []
         self._log: list[tuple[str, tuple[int, ...]]] = []
         self._holds: list[Hold] = []
+        self._pages: list[tuple[int, Callable[[int], bool]]] = []
         self._before: seam.Plan | None = None
+        self._statuses_before: seam.StatusPlan | None = None
 
     def fail(
         self,
@@ -140,6 +145,26 @@ class FaultPlan:
             self._rules.append(_Rule(name, at, times, when, -nbytes, None))
         return self
 
+    def answer_for_pages(self, status: int, *, when: Callable[[int], bool]) -> Self:
+        """Let move_pages succeed and say ``status`` for the pages that ``when`` accepts.
+
+        Parameters
+        ----------
+        status : int
+            A node, or a negative errno, such as ``-errno.EBUSY``.
+        when : callable
+            Given the address that was asked about.
+        """
+        with self._lock:
+            self._pages.append((status, when))
+        return self
+
+    def _restate(self, addresses: NDArray[np.uint64], statuses: NDArray[np.int32]) -> None:
+        for at, address in enumerate(addresses.tolist() if self._pages else ()):
+            for status, when in self._pages:
+                if when(address):
+                    statuses[at] = status
+
     def hold(self, name: str, *, at: int = 1, when: Callable[..., bool] | None = None) -> Hold:
         """Stop call number ``at`` of ``name`` at the seam until the returned hold is released."""
         hold = Hold()
@@ -170,6 +195,7 @@ class FaultPlan:
 
     def __enter__(self) -> Self:
         self._before = seam.install(self._answer)
+        self._statuses_before = seam.install_statuses(self._restate)
         return self
 
     def __exit__(
@@ -181,3 +207,4 @@ class FaultPlan:
         for hold in self._holds:
             hold.release()
         seam.install(self._before)
+        seam.install_statuses(self._statuses_before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -10,9 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from hostmem import HostMem
 from hostmem._sys import linux, seam
 from hostmem._sys.seam import intercept
 from hostmem.testing import FaultPlan, Hold
+
+PAGE = mmap.PAGESIZE
 
 
 def answers(*calls: tuple[str, int]) -> list[int]:
@@ -232,3 +237,16 @@ def test_a_count_beyond_the_call_changes_nothing(tmp_path: Path) -> None:
 def test_calls_that_move_no_bytes_cannot_be_short(name: str, nbytes: int) -> None:
     with pytest.raises(ValueError, match="only preadv and pwritev"):
         FaultPlan().short(name, nbytes)
+
+
+def test_single_pages_answer_what_the_plan_says() -> None:
+    with HostMem(64 * PAGE, device="cpu", wait=True) as memory:
+        odd = {memory.address + n * PAGE for n in (3, 5, 7)}
+        with FaultPlan() as plan:
+            plan.answer_for_pages(-errno.EBUSY, when=odd.__contains__)
+            plan.answer_for_pages(1, when=lambda address: address == memory.address)
+            found = memory.placement()
+            assert found.bytes_without_node == {"EBUSY": 3 * PAGE}
+            assert found.bytes_by_node[1] == PAGE
+            assert found.resident == 61 * PAGE
+        assert memory.placement().resident == 64 * PAGE
