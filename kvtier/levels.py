@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Hashable
+from typing import cast
 
 from hostmem import CudaDevice, CudaMemory, Device, HostMem, machine
 from kvtier.config import (
@@ -44,7 +46,7 @@ class Level:
         """Bytes it may use now."""
         self.groups = groups
         self.policies: list[EvictionPolicy[Page]] = [
-            make_policy(policy, group.slots.n_slots) for group in groups
+            make_policy(policy, group.slots.n_slots, _what_it_holds) for group in groups
         ]
         """What goes first, by pool group."""
 
@@ -65,6 +67,11 @@ class Level:
         with contextlib.ExitStack() as stack:  # all of it, whatever one of them raises
             for group in self.groups:
                 stack.callback(group.close)
+
+
+def _what_it_holds(page: Page) -> Hashable:
+    """Name what a page holds, which may come back in another page."""
+    return cast(Hashable, getattr(page.owner, "key", page.owner))
 
 
 def default_max_quota(tier: CacheTierConfig, device: Device) -> int:

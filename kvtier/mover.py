@@ -142,14 +142,15 @@ class Mover:
         for at, _, arrivals in reversed(plan.levels):  # whose slots have become free below
             ids, fences = self.take(at.index, group, len(arrivals))
             first = 0
+            above = [self._levels[page.level].policies[group] for page in arrivals]
             for source, some in groupby(arrivals, attrgetter("level")):
                 pages = list(some)
                 gone = self.move(pages, source, at.index, ids[first : first + len(pages)], fences)
                 if source == level:
                     departures += gone
                 first += len(pages)
-            for page in arrivals:
-                at.policies[group].insert(page)
+            for page, policy in zip(arrivals, above, strict=True):
+                at.policies[group].insert_evicted(page, policy)
         self.pages_dropped += len(plan.dropped)
         if self.on_drop is not None:
             for page in plan.dropped:
