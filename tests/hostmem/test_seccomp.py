@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from typing import Any
@@ -13,25 +14,31 @@ from hostmem._sys import linux
 
 pytestmark = pytest.mark.seccomp
 
-# The filter is a program of the classic BPF (seccomp(2)): load the number of the call, which is the
+# A filter is a program of the classic BPF (seccomp(2)): load the number of the call, which is the
 # first word of struct seccomp_data, answer EPERM for those named, allow the rest. It is for life.
-CHILD = """
+FILTER = """
 import ctypes, json, struct, sys
 from hostmem import HostMem, PlacementRefusedError, capabilities, placement_of
 
 LOAD_WORD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
-ALLOW, ERRNO_EPERM = 0x7FFF0000, 0x00050001
+ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+
+def install(program):
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    header = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+    assert libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+    assert libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0) == 0, ctypes.get_errno()
+
 numbers = [int(word) for word in sys.argv[1:]]
+"""
+
+FORBIDDEN = """
 program = [(LOAD_WORD, 0, 0, 0)]
 for left, number in zip(range(len(numbers), 0, -1), numbers):
     program.append((JUMP_IF_EQUAL, left, 0, number))  # over the rest and the ALLOW
-program += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERRNO_EPERM)]
-code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-header = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
-libc = ctypes.CDLL(None, use_errno=True)
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
-assert libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
-assert libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0) == 0, ctypes.get_errno()
+install([*program, (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERRNO | 1)])  # EPERM
 
 found = {}
 with HostMem("4MiB", device="cpu", numa_node=0, wait=True) as memory:
@@ -51,13 +58,9 @@ json.dump(found, sys.stdout)
 """
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """What a process saw to which mbind, get_mempolicy and move_pages answer EPERM."""
-    if not linux._SYSCALLS:
-        pytest.skip("no numbers of these calls on this machine")
+def run(code: str, *arguments: int) -> dict[str, Any]:
     child = subprocess.run(
-        [sys.executable, "-W", "error", "-c", CHILD, *map(str, linux._SYSCALLS.values())],
+        [sys.executable, "-W", "error", "-c", FILTER + code, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -65,6 +68,14 @@ def found() -> dict[str, Any]:
     assert child.returncode == 0, child.stderr
     result: dict[str, Any] = json.loads(child.stdout)
     return result
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What a process saw to which mbind, get_mempolicy and move_pages answer EPERM."""
+    if not linux._SYSCALLS:
+        pytest.skip("no numbers of these calls on this machine")
+    return run(FORBIDDEN, *linux._SYSCALLS.values())
 
 
 def test_a_preferred_memory_works_and_is_placed_by_first_touch(found: dict[str, Any]) -> None:
@@ -98,3 +109,33 @@ def test_capabilities_name_what_is_forbidden(found: dict[str, Any]) -> None:
         available, reason = found["capabilities"][name]
         assert not available
         assert "EPERM" in reason
+
+
+# Loads the low words of the call's number and of its third argument, the advice.
+WITHOUT_POPULATE = """
+madvise, EINVAL, POPULATE_WRITE = numbers[0], 22, 23
+install([
+    (LOAD_WORD, 0, 0, 0), (JUMP_IF_EQUAL, 0, 2, madvise),
+    (LOAD_WORD, 0, 0, 32), (JUMP_IF_EQUAL, 1, 0, POPULATE_WRITE),
+    (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERRNO | EINVAL),
+])
+with HostMem("4MiB", device="cpu", commit_unit="1MiB", wait=True) as memory:
+    found = {"resident": memory.placement().resident}
+    memory.view()[:] = 7
+    memory.release(1 << 20, 1 << 20)
+    memory.recommit(1 << 20, 1 << 20)
+    found["sum"] = int(memory.view().sum())
+found["capability"] = [bool(capabilities().populate_write), capabilities().populate_write.reason]
+json.dump(found, sys.stdout)
+"""
+
+
+def test_a_kernel_that_does_not_know_populate_is_touched_instead() -> None:
+    """As gVisor and kernels before 5.14 answer."""
+    number = {"x86_64": 28, "aarch64": 233}.get(platform.machine())
+    if number is None:
+        pytest.skip("no number of madvise on this machine")
+    found = run(WITHOUT_POPULATE, number)
+    assert found["resident"] == 4 << 20
+    assert found["sum"] == 7 * (3 << 20)
+    assert found["capability"] == [False, "the kernel does not know the advice (Linux 5.14 has it)"]
