@@ -233,11 +233,13 @@ class Core:
         try:
             for at in range(start, end, step):
                 piece = at, min(at + step, end)
+                if crew is None:
+                    self._populate(*piece)
+                    continue
                 try:
-                    if crew is None:
-                        raise RuntimeError
                     jobs.append(crew.submit(self._populate, *piece))
-                except RuntimeError:  # no threads, or no more of them
+                except RuntimeError:  # no more threads can be had: this one is there
+                    crew = None
                     self._populate(*piece)
             wait(jobs)
         except BaseException:  # Ctrl-C: nothing may be taken from under them
