@@ -8,13 +8,14 @@ what is released, knows fresh ids from used ones, or fences work in flight.
 
 Each round prepares every arm anew, shuffled alike, and then times calls one by one (of a batch) or
 by the thousand (of one slot). Printed are the median and the 10th and 90th percentile, in
-microseconds a call.
+microseconds a call. Exit status 1 when the median of a SlotAllocator's take is above 20 us for a
+batch of up to 1,024 slots, or above 1.5 us for one slot.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import quantiles
@@ -23,8 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from bench.measure import machine_line
 from kvtier.slots import SlotAllocator
 
+LIMITS = {"take a batch: SlotAllocator": 20.0, "take one: SlotAllocator": 1.5}  # us a call
+LIMITED_BATCH = 1024
 SINGLES = 1000  # calls timed together where one is shorter than the clock resolves
 
 
@@ -115,8 +119,8 @@ def arms(ids: np.ndarray, batch: int) -> Iterator[tuple[str, int, list[Callable[
     )
 
 
-def main() -> None:
-    """Measure and print."""
+def main() -> int:
+    """Measure, print and judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slots", type=int, default=65536)
     parser.add_argument("--batch", type=int, default=1024)
@@ -133,12 +137,19 @@ def main() -> None:
                 elapsed = perf_counter_ns() - start
                 found.setdefault(name, []).append(elapsed / operations / 1e3)
 
-    print(f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}")
+    print(machine_line())
     print(f"{options.slots:,} slots, batches of {options.batch:,}; us a call: median (p10 - p90)")
+    holds = True
     for name, values in found.items():
         tenths = quantiles(values, n=10)
-        print(f"  {name:40} {tenths[4]:8.3f}  ({tenths[0]:.3f} - {tenths[8]:.3f})")
+        limit = next((most for start, most in LIMITS.items() if name.startswith(start)), None)
+        verdict = ""
+        if limit is not None and options.batch <= LIMITED_BATCH:
+            verdict = f"  at most {limit:g}: {'holds' if tenths[4] <= limit else 'FALLS SHORT'}"
+            holds &= tenths[4] <= limit
+        print(f"  {name:40} {tenths[4]:8.3f}  ({tenths[0]:.3f} - {tenths[8]:.3f}){verdict}")
+    return 0 if holds else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -24,21 +24,26 @@ from kvtier.config import (
     AttentionLayerConfig,
     BufferConfig,
     CacheTier,
+    CacheTierConfig,
     DiskCacheTierConfig,
     GpuCacheTierConfig,
     HostCacheTierConfig,
     KVCacheManagerConfig,
 )
+from kvtier.config_file import load_config
+from kvtier.keys import chain_keys, layout_fingerprint
 from kvtier.page import Page
 from kvtier.plan import CachePlan, LevelPlan
 from kvtier.ranks import create_on_all_ranks
 from kvtier.slots import SlotAllocator
-from kvtier.stats import LevelStats, StorageStats
+from kvtier.stats import Activity, LevelStats, Scope, StorageStats, Traffic, Usage, Waits
 from kvtier.storage import TierStorage
+from kvtier.transfer.codec import ColdPageCodec, Concatenate
 from kvtier.transfer.copier import PageCopier
 from kvtier.transfer.staging import StagingBuffer
 
 __all__ = [
+    "Activity",
     "AttentionLayerConfig",
     "BlockCache",
     "BlockLease",
@@ -46,7 +51,10 @@ __all__ = [
     "BufferConfig",
     "CachePlan",
     "CacheTier",
+    "CacheTierConfig",
     "ClosedError",
+    "ColdPageCodec",
+    "Concatenate",
     "CorruptedError",
     "CuError",
     "CuOOMError",
@@ -66,10 +74,17 @@ __all__ = [
     "PlacementRefusedError",
     "RegistrationError",
     "ResourceBusyError",
+    "Scope",
     "SlotAllocator",
     "StagingBuffer",
     "StorageStats",
     "TierStorage",
+    "Traffic",
+    "Usage",
+    "Waits",
     "__version__",
+    "chain_keys",
     "create_on_all_ranks",
+    "layout_fingerprint",
+    "load_config",
 ]

@@ -1,4 +1,4 @@
-"""The command line: ``python -m kvtier replay`` and ``python -m kvtier trace``.
+"""The command line: ``python -m kvtier replay``, ``trace`` and ``plan``.
 
 Exit status: 0 done; 1 a block came back with wrong bytes; 2 the request was refused, with one line
 on standard error that says why; 130 interrupted; 141 the reader of the output went away.
@@ -7,6 +7,7 @@ on standard error that says why; 130 interrupted; 141 the reader of the output w
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,9 +15,13 @@ from dataclasses import fields
 from functools import partial
 from typing import NoReturn
 
+from hostmem import resolve_device
 from hostmem.errors import CorruptedError, HostmemError
 from hostmem.units import parse_size
+from kvtier.config_file import load_config
 from kvtier.eviction import POLICIES, make_policy
+from kvtier.levels import default_max_quota
+from kvtier.plan import make_plan
 from kvtier.replay.generator import generate, write_trace
 from kvtier.replay.metadata import replay_metadata
 from kvtier.replay.options import ReplayOptions
@@ -153,6 +158,19 @@ def _trace(arguments: argparse.Namespace) -> None:
             write_trace(requests, file)
 
 
+def _plan(arguments: argparse.Namespace) -> None:
+    """Print what the quotas of a configuration amount to."""
+    if arguments.device is not None and not arguments.check:
+        raise ValueError("--device needs --check; without it no device is asked")
+    config = load_config(arguments.config)
+    plan = make_plan(config)
+    if arguments.check:
+        device = resolve_device("auto" if arguments.device is None else arguments.device)
+        config.validate()
+        make_plan(config, default_max_quota=lambda tier: default_max_quota(tier, device))
+    print(json.dumps(plan.as_json(), indent=2) if arguments.json else plan)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kvtier", description="Tiers for attention keys and values.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -212,6 +230,31 @@ def _parser() -> argparse.ArgumentParser:
         "--requests", metavar="N", type=_positive, default=200, help="(default %(default)s)"
     )
     trace.add_argument("--out", metavar="FILE", default="-", help="(default: standard output)")
+
+    plan = commands.add_parser(
+        "plan",
+        allow_abbrev=False,
+        help="say what the quotas of a configuration amount to, without allocating",
+        description="Print slots, padding, memory and address space of every level and pool group. "
+        "Nothing is allocated and nothing is asked of this machine, so that a plan can be made for "
+        "another one; a max_quota that is not given counts as the quota. Two ranks whose plans "
+        "have the same digest put the same bytes in the same places.",
+    )
+    plan.set_defaults(run=_plan)
+    plan.add_argument("config", metavar="CONFIG", help="a .toml or .json file, see the docs")
+    plan.add_argument("--json", action="store_true", help="for programs, sizes in bytes")
+    plan.add_argument(
+        "--check",
+        action="store_true",
+        help="refuse what this machine does not have as well: directories, page modes, modules, "
+        "as much memory or disk space as the quotas",
+    )
+    plan.add_argument(
+        "--device",
+        metavar="DEVICE",
+        type=_device,
+        help="whose memory --check compares with: cpu, auto or a GPU ordinal (default auto)",
+    )
     return parser
 
 

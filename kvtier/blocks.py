@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hostmem import Event
+from hostmem import Event, ResourceBusyError
 from hostmem.closing import Closable
 from hostmem.device import DONE
 from kvtier.page import Page
@@ -99,13 +99,23 @@ class BlockReservation(_Held[Key]):
 
     @property
     def fences(self) -> tuple[Event, ...]:
-        """What may still use the slots: nobody may write them before these have finished."""
+        """What may still use the slots: nobody may write them before these have finished.
+
+        Where the first level is host memory, that must have been filled so far, too: see `wait`.
+        """
         return tuple({id(e): e for page in self._pages() for e in page.fences}.values())
 
     def wait(self) -> None:
-        """Block until the slots may be written."""
+        """Block until the slots may be written.
+
+        Raises
+        ------
+        HostOOMError, RegistrationError
+            A first level of host memory could not be filled that far.
+        """
         for event in self.fences:
             event.wait_finished()
+        self._cache._storage.wait_usable(self._pages())
 
     def commit(self, ready: Event = DONE) -> None:
         """Put the blocks in the cache; ``ready`` is of the work that writes their bytes.
@@ -204,9 +214,11 @@ class BlockCache(Generic[Key]):
             They do not all fit beside what is leased; nothing has changed. Ask for fewer.
         """
         with self._storage.lock:
+            self._storage.settle()
             blocks = self._leading(keys)
             pages = [page for block in blocks for page in block.pages]
             found = [max(page.level for page in block.pages) for block in blocks]
+            self._storage.count(found, len(keys) - len(blocks))
             self._storage.lease(pages)
             try:
                 self._storage.onboard(pages)
@@ -232,13 +244,76 @@ class BlockCache(Generic[Key]):
         with self._storage.lock:
             self._storage.touch(page for key in keys for page in self._blocks[key].pages)
 
-    def reserve(self, keys: Sequence[Key]) -> BlockReservation[Key]:
+    def keep(self, keys: Iterable[Key], kept: bool = True) -> None:
+        """Let blocks be moved down but never dropped, or let them be dropped again.
+
+        Making room by moving kept blocks blocks until they have arrived.
+
+        Parameters
+        ----------
+        keys : iterable
+            Present, in any level.
+        kept : bool
+            False undoes it.
+
+        Raises
+        ------
+        KeyError
+            A key is absent; nothing has changed.
+        """
+        with self._storage.lock:
+            self._storage.keep([p for key in keys for p in self._blocks[key].pages], kept)
+
+    def set_priority(self, keys: Iterable[Key], priority: int) -> None:
+        """Change when blocks leave a level: those of a lower priority go first.
+
+        Among blocks of one priority the policy decides, to which these are new.
+
+        Raises
+        ------
+        KeyError
+            A key is absent; nothing has changed.
+        """
+        with self._storage.lock:
+            pages = [page for key in keys for page in self._blocks[key].pages]
+            self._storage.set_priority(pages, priority)
+
+    def drop(self, keys: Iterable[Key]) -> int:
+        """Take blocks out of the cache, kept ones too; absent keys are passed over.
+
+        Returns
+        -------
+        int
+            How many went.
+
+        Raises
+        ------
+        ResourceBusyError
+            A block is leased (``keys`` names some); nothing has changed.
+        """
+        with self._storage.lock:
+            blocks = [self._blocks[key] for key in dict.fromkeys(keys) if key in self._blocks]
+            busy = [block.key for block in blocks if any(page.leases for page in block.pages)]
+            if busy:
+                raise ResourceBusyError(
+                    f"keys: {len(busy)} of {len(blocks)} blocks are leased, such as {busy[0]!r}; "
+                    "release the leases first",
+                    keys=busy[:8],
+                )
+            for block in blocks:
+                self._remove(block)
+            return len(blocks)
+
+    def reserve(self, keys: Sequence[Key], *, priority: int = 0) -> BlockReservation[Key]:
         """Take hot pages for blocks to be computed, moving others down as needed.
 
         Parameters
         ----------
         keys : sequence
-            Distinct and absent.
+            Distinct, and absent, or of blocks that could not be read when they were last asked for:
+            these are dropped.
+        priority : int
+            Blocks of a lower one leave a level first.
 
         Raises
         ------
@@ -249,7 +324,10 @@ class BlockCache(Generic[Key]):
         """
         with self._storage.lock:
             wanted = set(keys)
-            taken = wanted & self._reserved or {k for k in wanted if k in self._blocks}
+            unread = [self._blocks[k] for k in wanted if k in self._blocks and self._is_unread(k)]
+            taken = wanted & self._reserved or {
+                key for key in wanted if key in self._blocks and not self._is_unread(key)
+            }
             if taken or len(wanted) < len(keys):
                 raise ValueError(
                     f"keys: {next(iter(taken))!r} is there already or reserved"
@@ -258,7 +336,16 @@ class BlockCache(Generic[Key]):
                 )
             blocks = [_Block(key) for key in keys]
             self._storage.check_room(dict.fromkeys(self._groups, len(blocks)))
-            made = [self._storage.new_pages(blocks, group) for group in self._groups]
+            for old in unread:
+                self._remove(old)
+            made: list[list[Page]] = []
+            try:
+                for group in self._groups:
+                    made.append(self._storage.new_pages(blocks, group, priority=priority))
+            except BaseException:
+                for some in made:
+                    self._storage.discard(some)
+                raise
             for block, pages_of in zip(blocks, zip(*made, strict=True), strict=True):
                 block.pages = pages_of
             self._reserved |= wanted
@@ -277,10 +364,10 @@ class BlockCache(Generic[Key]):
         with self._storage.lock:
             pages = [page for block in blocks for page in block.pages]
             self._storage.commit(pages, ready)
-            self._storage.release(pages)
             for block in blocks:
                 self._reserved.discard(block.key)
                 self._blocks[block.key] = block
+            self._storage.release(pages)  # those that failed already are dropped now
 
     def _cancel(self, blocks: list[_Block[Key]]) -> None:
         with self._storage.lock:
@@ -294,14 +381,25 @@ class BlockCache(Generic[Key]):
             if page.lost:
                 self._note_loss(block)
             del self._blocks[block.key]
-            self._storage.discard(other for other in block.pages if other is not page)
+            others = [other for other in block.pages if other is not page]
+            block.pages = ()  # a page knows its block: nothing is left for the garbage collector
+            self._storage.discard(others)
 
     def _forget(self, block: _Block[Key]) -> None:
         """Take a block whose bytes were lost out of the cache, unless somebody holds it."""
         if self._blocks.get(block.key) is block and not any(p.leases for p in block.pages):
             self._note_loss(block)
-            del self._blocks[block.key]
-            self._storage.discard(block.pages)
+            self._remove(block)
+
+    def _remove(self, block: _Block[Key]) -> None:
+        """Take a block that nobody leases out of the cache."""
+        del self._blocks[block.key]
+        pages, block.pages = block.pages, ()
+        self._storage.discard(pages)
+
+    def _is_unread(self, key: Key) -> bool:
+        """Tell whether a block could not be read the last time, and nobody is trying now."""
+        return any(page.unread and not page.leases for page in self._blocks[key].pages)
 
     def _note_loss(self, block: _Block[Key]) -> None:
         cause = next(page.ready.error for page in block.pages if page.lost)

@@ -1,8 +1,10 @@
 """The configuration of a tiered cache: frozen data that is checked as a whole before use.
 
 Sizes are bytes, or text such as ``"64GiB"``, and are kept as integers. Text that is no size is
-refused at once; everything else waits for ``validate()``, which looks at every tier and layer and
-names all that is wrong in one `ValueError`: the field, the minimum and the unit.
+refused at once, and so is a value of the wrong type; everything else waits for ``validate()``,
+which looks at every tier and layer and names all that is wrong in one `ValueError`: the field, the
+minimum and the unit. ``validate(here=False)`` leaves out what only this machine knows, such as
+whether a directory is there, so that a cache can be planned on another machine.
 """
 
 from __future__ import annotations
@@ -12,13 +14,18 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.util import find_spec
 from itertools import pairwise
 from math import isfinite
-from typing import ClassVar
+from numbers import Real
+from operator import index
+from typing import ClassVar, SupportsIndex, TypeVar
 
+from hostmem import machine
+from hostmem.page_mode import resolve_page_mode
 from hostmem.units import Size, parse_size
 from kvtier.layout import group_layouts
-from kvtier.plan import CachePlan, group_weights, make_plan, plan_level
+from kvtier.plan import CachePlan, ColdPages, cold_page_bytes, make_plan, plan_level
 from kvtier.quota import exact_size, grain_of, minimum_quota
 
 __all__ = [
@@ -33,16 +40,23 @@ __all__ = [
 ]
 
 
+T = TypeVar("T")
+
+
 class CacheTier(StrEnum):
     """A kind of level, warmest first; the values are the keys of every output."""
 
     GPU = "gpu"
+    """Memory of the device, where attention reads it."""
     HOST = "host"
+    """Page-locked host memory."""
     DISK = "disk"
+    """Files in one directory."""
 
 
 _ORDER = tuple(CacheTier)
-_PAGE_MODES = (None, "small", "huge", "auto", "hugetlb")
+_COMPRESSIONS = ("blosc2",)
+"""Modules that can compress a disk level, named as extras of this package are."""
 
 
 class _Checked:
@@ -51,18 +65,27 @@ class _Checked:
     __slots__ = ()
 
     def problems(self) -> Iterator[str]:
-        """Yield one sentence for each thing that is wrong; nothing is changed or built."""
+        """Yield one sentence for each thing that is wrong on any machine; nothing is built."""
         raise NotImplementedError
 
-    def validate(self) -> None:
+    def _problems_here(self) -> Iterator[str]:
+        """Yield one sentence for each thing that this machine, as it is now, does not have."""
+        return iter(())
+
+    def validate(self, *, here: bool = True) -> None:
         """Check every field.
+
+        Parameters
+        ----------
+        here : bool
+            Whether to ask this machine, too: for directories, page modes, optional modules.
 
         Raises
         ------
         ValueError
             Naming everything that is wrong: the field, the minimum and the unit.
         """
-        if found := list(self.problems()):
+        if found := [*self.problems(), *(self._problems_here() if here else ())]:
             raise ValueError("; ".join(found))
 
 
@@ -72,6 +95,8 @@ class CacheTierConfig(_Checked):
     __slots__ = ()
 
     tier: ClassVar[CacheTier]
+    hot: ClassVar[bool] = False
+    """Whether blocks lie in the pools of their layout, where attention reads them."""
     quota: int
     """Bytes the level may use at first."""
     max_quota: int | None
@@ -106,6 +131,7 @@ class GpuCacheTierConfig(CacheTierConfig):
     """
 
     tier: ClassVar[CacheTier] = CacheTier.GPU
+    hot: ClassVar[bool] = True
 
     quota: int
     max_quota: int | None
@@ -127,8 +153,9 @@ class HostCacheTierConfig(CacheTierConfig):
     allow_remote_numa_fallback : bool
         True prefers the GPU's NUMA node; False insists on it, and building the level fails
         where that cannot be enforced.
-    page_mode : {"small", "huge", "auto", "hugetlb"}, optional
-        What pages the memory is made of; by default what ``HOSTMEM_THP`` says.
+    page_mode : str, optional
+        What pages the memory is made of, as `hostmem.HostMem` takes it: ``"small"``, ``"huge"``,
+        ``"auto"``, ``"hugetlb"`` or ``"hugetlb-1GiB"``; by default what ``HOSTMEM_THP`` says.
     """
 
     tier: ClassVar[CacheTier] = CacheTier.HOST
@@ -146,15 +173,16 @@ class HostCacheTierConfig(CacheTierConfig):
         page_mode: str | None = None,
     ) -> None:
         self._set_quotas(quota, max_quota)
-        object.__setattr__(self, "allow_remote_numa_fallback", allow_remote_numa_fallback)
+        fallback = _flag(allow_remote_numa_fallback, "host.allow_remote_numa_fallback")
+        object.__setattr__(self, "allow_remote_numa_fallback", fallback)
         object.__setattr__(self, "page_mode", page_mode)
 
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the quotas and the page mode."""
-        yield from CacheTierConfig.problems(self)
-        if self.page_mode not in _PAGE_MODES:
-            known = ", ".join(mode for mode in _PAGE_MODES if mode)
-            yield f"host.page_mode: {self.page_mode!r} is none of {known}"
+    def _problems_here(self) -> Iterator[str]:
+        """Yield why this machine has no such pages."""
+        try:
+            resolve_page_mode(self.page_mode, machine())
+        except ValueError as error:
+            yield f"host.{error}" if self.page_mode else str(error)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -169,6 +197,12 @@ class DiskCacheTierConfig(CacheTierConfig):
         An existing directory this process may write to.
     max_quota : int or str, optional
         Bytes it may ever use; by default the free space of the directory.
+    persist : bool
+        Whether what is there when the process ends, however it ends, is found again by the next
+        one with the same layout and path.
+    compression : {"blosc2"}, optional
+        What the pages are compressed with on their way to the file; None: nothing. Takes the
+        extra of the same name, as in ``pip install hostmem[blosc2]``.
     """
 
     tier: ClassVar[CacheTier] = CacheTier.DISK
@@ -176,16 +210,40 @@ class DiskCacheTierConfig(CacheTierConfig):
     quota: int
     path: str
     max_quota: int | None
+    persist: bool
+    compression: str | None
 
     def __init__(
-        self, quota: Size, path: str | os.PathLike[str], max_quota: Size | None = None
+        self,
+        quota: Size,
+        path: str | os.PathLike[str],
+        max_quota: Size | None = None,
+        *,
+        persist: bool = False,
+        compression: str | None = None,
     ) -> None:
         self._set_quotas(quota, max_quota)
         object.__setattr__(self, "path", os.fspath(path))
+        object.__setattr__(self, "persist", _flag(persist, "disk.persist"))
+        object.__setattr__(self, "compression", compression)
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the quotas and, as it is now, with the directory."""
+        """Yield what is wrong with the quotas and the compression."""
         yield from CacheTierConfig.problems(self)
+        if self.compression is not None and self.compression not in _COMPRESSIONS:
+            known = ", ".join(map(repr, _COMPRESSIONS))
+            yield f"disk.compression: {self.compression!r} is not known; give {known} or None"
+
+    def _problems_here(self) -> Iterator[str]:
+        """Yield what is wrong with the directory, and that the compression is not installed."""
+        for field in ("persist", "compression"):
+            if getattr(self, field):
+                yield f"disk.{field}: can be planned with, but this version cannot build it yet"
+        if self.compression in _COMPRESSIONS and find_spec(self.compression) is None:
+            yield (
+                f"disk.compression: {self.compression!r} needs the module of that name; "
+                f"pip install hostmem[{self.compression}]"
+            )
         if not os.path.exists(self.path):
             yield f"disk.path: {self.path!r} does not exist; create the directory first"
         elif not os.path.isdir(self.path):
@@ -210,6 +268,8 @@ class BufferConfig(_Checked):
     size: int
 
     def __init__(self, role: str, size: Size) -> None:
+        if not isinstance(role, str):
+            raise TypeError(f"role of a buffer: expected text, not {role!r}")
         object.__setattr__(self, "role", role)
         object.__setattr__(self, "size", parse_size(size, f"size of buffer {role!r}"))
 
@@ -228,12 +288,17 @@ class AttentionLayerConfig(_Checked):
     buffers: Sequence[BufferConfig]
     """At least one; kept as a tuple."""
     sliding_window_size: int | None = None
-    """Tokens that attention looks back; None: all."""
+    """Tokens that attention looks back, the present one included; None: all."""
     num_sink_tokens: int | None = None
     """First tokens that stay visible beyond the window; only with a window."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "buffers", tuple(self.buffers))
+        object.__setattr__(self, "layer_id", _whole(self.layer_id, "layer_id"))
+        buffers = _all(self.buffers, BufferConfig, f"layer {self.layer_id}: buffers")
+        object.__setattr__(self, "buffers", buffers)
+        for name in ("sliding_window_size", "num_sink_tokens"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _whole(value, f"layer {self.layer_id}: {name}"))
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the layer and each of its buffers."""
@@ -260,27 +325,41 @@ class KVCacheManagerConfig(_Checked):
     tokens_per_block: int
     """Tokens whose keys and values make a block."""
     cache_tiers: Sequence[CacheTierConfig]
-    """The levels, hot to cold: gpu, then host, then disk, at most one of each, gpu always."""
+    """The levels, hot to cold: gpu, then host, then disk, at most one of each, gpu or host always.
+
+    Without a gpu tier the engine owns the hot pages, and copies between its own buffers and the
+    first level.
+    """
     layers: Sequence[AttentionLayerConfig]
     """The attention layers."""
     max_util_for_resume: float = 0.97
     """Share of the hot level, above 0 and at most 1, up to which a paused request may resume."""
     initial_pool_ratio: Sequence[float] | None = None
     """A positive number for each pool group, by which the quotas are split; None: page bytes."""
+    cold_page_codec: ColdPages | None = None
+    """What a page is made of in the levels that are not hot; None: the hot buffers of its layers,
+    one after another."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cache_tiers", tuple(self.cache_tiers))
-        object.__setattr__(self, "layers", tuple(self.layers))
+        tokens = _whole(self.tokens_per_block, "tokens_per_block")
+        object.__setattr__(self, "tokens_per_block", tokens)
+        tiers = _all(self.cache_tiers, CacheTierConfig, "cache_tiers")
+        object.__setattr__(self, "cache_tiers", tiers)
+        object.__setattr__(self, "layers", _all(self.layers, AttentionLayerConfig, "layers"))
+        _all([self.max_util_for_resume], Real, "max_util_for_resume")
         if self.initial_pool_ratio is not None:
-            object.__setattr__(self, "initial_pool_ratio", tuple(self.initial_pool_ratio))
+            ratio = _all(self.initial_pool_ratio, Real, "initial_pool_ratio")
+            object.__setattr__(self, "initial_pool_ratio", ratio)
 
     def plan(self) -> CachePlan:
-        """Work out what these quotas amount to, without building anything.
+        """Work out what these quotas amount to, on any machine and without building anything.
+
+        A ``max_quota`` of None counts as the quota: what a machine has is known there only.
 
         Raises
         ------
         ValueError
-            If the configuration is not valid.
+            If the configuration is not valid, as ``validate(here=False)`` says.
         """
         return make_plan(self)
 
@@ -288,6 +367,11 @@ class KVCacheManagerConfig(_Checked):
         """Yield what is wrong with the cache, every tier and every layer."""
         found = [*self._own_problems(), *self._layer_problems(), *self._tier_problems()]
         yield from found or self._share_problems()
+
+    def _problems_here(self) -> Iterator[str]:
+        """Yield what this machine does not have, for every tier."""
+        for tier in self.cache_tiers:
+            yield from tier._problems_here()
 
     def _own_problems(self) -> Iterator[str]:
         if self.tokens_per_block <= 0:
@@ -319,12 +403,14 @@ class KVCacheManagerConfig(_Checked):
         tiers = [tier.tier for tier in self.cache_tiers]
         ranks = [_ORDER.index(tier) for tier in tiers]
         if not tiers:
-            yield "cache_tiers: none given, the minimum is 1 tier, the gpu tier"
-        elif tiers[0] is not CacheTier.GPU or any(hot >= cold for hot, cold in pairwise(ranks)):
+            yield "cache_tiers: none given, the minimum is 1 tier, gpu or host"
+        elif any(warm >= cold for warm, cold in pairwise(ranks)):
             yield (
                 f"cache_tiers: {', '.join(tiers)} is not a valid order; "
                 "gpu comes first, then host, then disk, at most one of each"
             )
+        elif tiers == [CacheTier.DISK]:
+            yield "cache_tiers: disk alone; it needs a gpu or a host tier above it"
         n_groups = len(group_layouts(self.layers))
         for tier in self.cache_tiers:
             yield from tier.problems()
@@ -340,12 +426,41 @@ class KVCacheManagerConfig(_Checked):
 
     def _share_problems(self) -> Iterator[str]:
         groups = group_layouts(self.layers)
-        weights = group_weights(self, groups)
-        for level, tier in enumerate(self.cache_tiers):
+        try:
+            cold_pages = cold_page_bytes(self.cold_page_codec, groups)
+        except ValueError as error:
+            yield str(error)
+            return
+        for tier in self.cache_tiers:
             try:
-                plan_level(tier, groups, weights, hot=level == 0)
+                plan_level(tier, groups, cold_pages, self.initial_pool_ratio)
             except ValueError as error:
                 yield str(error)
+
+
+def _whole(value: SupportsIndex, name: str) -> int:
+    """Return a whole number, or say which field has something else."""
+    try:
+        if not isinstance(value, bool):
+            return index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name}: expected a whole number, not {value!r}")
+
+
+def _all(values: Iterable[T], kind: type, name: str) -> tuple[T, ...]:
+    """Return values as a tuple, or say which one is of another kind."""
+    kept = tuple(values)
+    for value in kept:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected {kind.__name__}, not {value!r}")
+    return kept
+
+
+def _flag(value: bool, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, not {value!r}")
+    return value
 
 
 def _repeated(values: Iterable[Hashable]) -> list[Hashable]:

@@ -52,7 +52,7 @@ class GroupLayout:
     layer_ids: tuple[int, ...]
     """In the order of the configuration."""
     sliding_window_size: int | None
-    """Tokens that attention looks back; None: all."""
+    """Tokens that attention looks back, the present one included; None: all."""
     num_sink_tokens: int | None
     """First tokens that stay visible beyond the window."""
 
@@ -60,6 +60,23 @@ class GroupLayout:
     def page_bytes(self) -> int:
         """Bytes of a block of this group: in the hot level over all pools, below in one page."""
         return sum(pool.slot_size for pool in self.pools)
+
+    def stale_blocks(self, n_tokens: int, tokens_per_block: int) -> tuple[int, int]:
+        """Tell which blocks the token at position ``n_tokens``, and every later one, cannot see.
+
+        A window of w tokens is the token itself and the w - 1 before it. A block counts as seen if
+        one of its tokens is, in the window or as a sink.
+
+        Returns
+        -------
+        (int, int)
+            The first such block and the one behind the last; equal where there is none.
+        """
+        if self.sliding_window_size is None:
+            return 0, 0
+        first = -(-(self.num_sink_tokens or 0) // tokens_per_block)
+        seen_from = n_tokens + 1 - self.sliding_window_size
+        return first, max(first, seen_from // tokens_per_block)
 
     @property
     def pool_offsets(self) -> tuple[int, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Hashable
+from functools import partial
 from typing import cast
 
 from hostmem import CudaDevice, CudaMemory, Device, HostMem, machine
@@ -15,6 +17,7 @@ from kvtier.config import (
     HostCacheTierConfig,
 )
 from kvtier.eviction import EvictionPolicy, make_policy
+from kvtier.eviction.priority import ByPriority
 from kvtier.page import Page
 from kvtier.plan import LevelPlan
 from kvtier.pools import PoolGroup
@@ -22,6 +25,8 @@ from kvtier.transfer.disk import SlotFile
 from kvtier.transfer.memory import DiskPool, MemoryPool, PageMemory, Pool
 
 __all__ = ["Level", "build_level", "default_max_quota"]
+
+log = logging.getLogger("kvtier")
 
 
 class Level:
@@ -46,7 +51,8 @@ class Level:
         """Bytes it may use now."""
         self.groups = groups
         self.policies: list[EvictionPolicy[Page]] = [
-            make_policy(policy, group.slots.n_slots, _what_it_holds) for group in groups
+            ByPriority(partial(_make_policy, policy), _priority, group.slots.n_slots)
+            for group in groups
         ]
         """What goes first, by pool group."""
 
@@ -67,6 +73,28 @@ class Level:
         with contextlib.ExitStack() as stack:  # all of it, whatever one of them raises
             for group in self.groups:
                 stack.callback(group.close)
+
+    def leak(self) -> None:
+        """Leave memory mapped for ever, because a copy may still use it; close files."""
+        for group in self.groups:
+            if isinstance(group.memory.pools[0], DiskPool):
+                group.close()
+            else:
+                _leaked.append(group)
+                nbytes = group.slots.n_slots * group.memory.page_bytes
+                log.error("%d bytes of level %s are leaked on purpose", nbytes, self.name)
+
+
+_leaked: list[PoolGroup] = []
+"""Groups whose memory is never given back."""
+
+
+def _make_policy(name: str, capacity: int | None) -> EvictionPolicy[Page]:
+    return make_policy(name, capacity, _what_it_holds)
+
+
+def _priority(page: Page) -> int:
+    return page.priority
 
 
 def _what_it_holds(page: Page) -> Hashable:
@@ -95,7 +123,7 @@ def build_level(
                 pool = _build_pool(plan, group, number, slot_size, tier, device)
                 undo.callback(pool.close)
                 pools.append(pool)
-            memory = PageMemory(pools)
+            memory = PageMemory(pools, group, hot=plan.hot)
             groups.append(PoolGroup(memory, plan.slots[group], plan.max_slots[group]))
         level = Level(index, plan, groups, policy)
         undo.pop_all()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import errno
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from operator import attrgetter
@@ -13,15 +15,19 @@ import numpy as np
 
 from hostmem import Event, OutOfPagesError
 from hostmem.units import format_size
+from kvtier.latch import Latch
 from kvtier.levels import Level
-from kvtier.page import Page
+from kvtier.page import Departure, Page
+from kvtier.stats import Meter
 from kvtier.transfer.copier import PageCopier
 from kvtier.transfer.jobs import Dependencies, all_of
-from kvtier.transfer.memory import Ids
-from kvtier.transfer.page_events import gathered, whole
+from kvtier.transfer.memory import Ids, PageMemory
+from kvtier.transfer.page_events import PageEvents, gathered, whole
 from kvtier.transfer.slot_io import SlotReadError
 
-__all__ = ["Departure", "Mover"]
+__all__ = ["Mover"]
+
+log = logging.getLogger("kvtier")
 
 
 @dataclass(slots=True)
@@ -34,15 +40,16 @@ class _Eviction:
     """Pages that go for good."""
 
 
-@dataclass(slots=True)
-class Departure:
-    """Where a page was before it was moved."""
+@dataclass(slots=True, eq=False)
+class _Moving:
+    """Pages whose copy was submitted and is not known to have finished."""
 
-    page: Page
-    level: int
-    slot: int
-    ready: Event
-    """Of the copy that brought its bytes there."""
+    event: PageEvents
+    pages: int
+    nbytes: int
+    pair: str
+    gone: list[Departure]
+    """Where they were; nothing for copies from and to others' memory."""
 
 
 def _may_leave(last: bool) -> Callable[[Page], bool]:
@@ -60,8 +67,9 @@ def _may_be_dropped(page: Page) -> bool:
 class Mover:
     """Takes slots, makes room for them, and moves pages between slots.
 
-    The bookkeeping moves at once, the bytes follow. Not thread-safe: callers hold the storage's
-    lock.
+    The bookkeeping moves at once, the bytes follow. A page whose copy fails is put back where it
+    was while nobody else has got that slot; otherwise it is dropped. Not thread-safe: callers hold
+    the storage's lock.
 
     Parameters
     ----------
@@ -69,26 +77,86 @@ class Mover:
         Hot to cold.
     copier : PageCopier
         Who moves the bytes.
+    latch : Latch
+        Guards what must not be left half done.
+    meter : Meter
+        Told of what moves.
     """
 
-    def __init__(self, levels: Sequence[Level], copier: PageCopier) -> None:
+    def __init__(
+        self, levels: Sequence[Level], copier: PageCopier, latch: Latch, meter: Meter
+    ) -> None:
         self._levels = levels
         self._copier = copier
+        self._latch = latch
+        self._meter = meter
         self.on_drop: Callable[[Page], None] | None = None
         """Told of each page that is dropped."""
-        self.bytes_moved: Counter[str] = Counter()
-        """Bytes submitted so far, by pair of levels such as ``gpu->host``."""
+        self.on_move: Callable[[Sequence[Page], int, int], None] | None = None
+        """Told of pages, the level they leave and the one they go to."""
         self.pages_dropped = 0
         """Pages that left the last level, or were lost on the way, so far."""
+        self._moving: dict[str, deque[_Moving]] = {}  # by pair of levels, oldest first
+        # By slots whose copy is not settled and that nobody has got since: who left them last.
+        self._left = [[dict[int, Departure]() for _ in level.groups] for level in levels]
+
+    # ------------------------------------------------------------------------------------ slots
 
     def take(self, level: int, group: int, n: int) -> tuple[Ids, tuple[Event, ...]]:
         """Take ``n`` slots of a level, once others moved down or went; all or nothing."""
-        slots = self._levels[level].groups[group].slots
-        missing = n - slots.available
+        self.settle()
+        missing = n - self._levels[level].groups[group].slots.available
         if missing > 0:
             self.evict(level, group, missing)
-        taken = slots.allocate(n)
+        return self._allocate(level, group, n)
+
+    def _allocate(self, level: int, group: int, n: int) -> tuple[Ids, tuple[Event, ...]]:
+        at = self._levels[level]
+        where = at.groups[group]
+        taken = where.slots.allocate(n)
+        if left := self._left[level][group]:
+            for slot in taken.ids.tolist():
+                left.pop(slot, None)
+        if n:
+            self._meter.occupied(at.name, n, n * where.memory.page_bytes)
         return taken.ids, cast(tuple[Event, ...], taken.fences)
+
+    def give_back(self, level: int, group: int, ids: Ids, fences: tuple[Event, ...]) -> None:
+        """Undo `take`: nothing has used the slots since."""
+        at = self._levels[level]
+        at.groups[group].slots.release(ids, all_of(fences))
+        self._meter.occupied(at.name, -len(ids), -len(ids) * at.groups[group].memory.page_bytes)
+
+    def free(self, pages: list[Page], level: int, group: int) -> None:
+        """Give the slots of pages back, each fenced by what may still use it."""
+        at = self._levels[level]
+        slots = at.groups[group].slots
+        by_use: dict[tuple[Event, ...], list[int]] = {}
+        for page in pages:
+            by_use.setdefault((whole(page.ready), *page.fences), []).append(page.slot)
+            page.origin = None  # nothing is to be put back any more
+            page.slot = -1
+        for events, ids in by_use.items():
+            slots.release(np.array(ids, np.int32), all_of(events))
+        nbytes = len(pages) * at.groups[group].memory.page_bytes
+        self._meter.occupied(at.name, -len(pages), -nbytes)
+
+    def adopt(self, level: int, group: int, slots: Sequence[int]) -> bool:
+        """Take slots of a level by name; False, and nothing changed, if one is not free."""
+        at = self._levels[level]
+        where = at.groups[group]
+        if max(slots, default=0) >= where.slots.n_slots or not where.slots.reclaim(slots):
+            return False
+        for slot in slots:
+            self._left[level][group].pop(slot, None)
+        self._meter.occupied(at.name, len(slots), len(slots) * where.memory.page_bytes)
+        return True
+
+    def forget_left(self, level: int, group: int, n_slots: int) -> None:
+        """Let no page return to slots from ``n_slots`` on, whose memory is given back."""
+        left = self._left[level][group]
+        for slot in [slot for slot in left if slot >= n_slots]:
+            del left[slot]
 
     def check_room(self, wanted: Mapping[int, int]) -> None:
         """Raise OutOfPagesError unless so many new pages of each pool group fit, all together."""
@@ -98,6 +166,19 @@ class Mover:
             missing = n - self._levels[0].groups[group].slots.available
             if missing > 0:
                 self.plan_eviction(0, group, missing)
+
+    def _no_room(self, level: int, group: int, n: int) -> OutOfPagesError:
+        stats = self._levels[level].groups[group].slots.statistics()
+        return OutOfPagesError(
+            f"level {self._levels[level].name}, group {group}: {n} more slots wanted, and too few "
+            f"of its {stats.in_use} pages may go; release leases, or raise the quota "
+            f"({format_size(self._levels[level].quota)})",
+            level=level,
+            group=group,
+            wanted=n,
+        )
+
+    # --------------------------------------------------------------------------------- eviction
 
     def plan_eviction(self, level: int, group: int, n: int) -> _Eviction:
         """Choose what leaves a level and those below so that ``n`` slots get free; changes nothing.
@@ -130,32 +211,84 @@ class Mover:
     def evict(self, level: int, group: int, n: int) -> list[Departure]:
         """Free ``n`` slots of a level, or change nothing; see `plan_eviction`.
 
-        Returns the pages that moved from the level. Its slots are free, fenced by their copies: a
-        page whose copy fails is lost if its slot was taken; until then `put_back` saves it.
+        Kept pages are waited for, because they must not be lost: this blocks while they move.
+
+        Returns
+        -------
+        list of Departure
+            Pages that moved from the level; its slots are free, fenced by their copies.
+
+        Raises
+        ------
+        OutOfPagesError
+            Leased or kept pages leave no room, or a kept page could not be moved and is where it
+            was; no page went that would not have gone before it.
         """
         plan = self.plan_eviction(level, group, n)
-        for at, own, _ in plan.levels:
-            at.policies[group].evict(own, _may_leave(at is self._levels[-1]))
-        for source, some in groupby(plan.dropped, attrgetter("level")):
-            self.free(list(some), source, group)
         departures: list[Departure] = []
-        for at, _, arrivals in reversed(plan.levels):  # whose slots have become free below
-            ids, fences = self.take(at.index, group, len(arrivals))
-            first = 0
-            above = [self._levels[page.level].policies[group] for page in arrivals]
-            for source, some in groupby(arrivals, attrgetter("level")):
-                pages = list(some)
-                gone = self.move(pages, source, at.index, ids[first : first + len(pages)], fences)
-                if source == level:
-                    departures += gone
-                first += len(pages)
-            for page, policy in zip(arrivals, above, strict=True):
-                at.policies[group].insert_evicted(page, policy)
-        self.pages_dropped += len(plan.dropped)
-        if self.on_drop is not None:
-            for page in plan.dropped:
-                self.on_drop(page)
+        trouble: BaseException | None = None
+        with self._latch:
+            for at, own, _ in plan.levels:
+                at.policies[group].evict(own, _may_leave(at is self._levels[-1]))
+            for source, some in groupby(plan.dropped, attrgetter("level")):
+                self.free(list(some), source, group)
+            for at, _, arrivals in reversed(plan.levels):  # whose slots have become free below
+                if trouble is not None:
+                    for page in arrivals:
+                        self._levels[page.level].policies[group].insert(page)
+                    continue
+                gone = self._bring(arrivals, at, group)
+                departures += (one for one in gone if one.level == level)
+                trouble = self._secure([one for one in gone if one.page.kept])
+            self._tell_dropped(plan.dropped)
+        if isinstance(trouble, Exception):
+            raise OutOfPagesError(
+                f"level {self._levels[level].name}, group {group}: kept pages had to make room "
+                f"and could not be moved: {trouble}",
+                level=level,
+                group=group,
+                wanted=n,
+            ) from trouble
+        if trouble is not None:
+            raise trouble
         return departures
+
+    def _bring(self, arrivals: list[Page], at: Level, group: int) -> list[Departure]:
+        """Move evicted pages to a level that has room for them."""
+        ids, fences = self._allocate(at.index, group, len(arrivals))
+        above = [self._levels[page.level].policies[group] for page in arrivals]
+        departures: list[Departure] = []
+        first = 0
+        for source, some in groupby(arrivals, attrgetter("level")):
+            pages = list(some)
+            departures += self.move(
+                pages, source, at.index, ids[first : first + len(pages)], fences
+            )
+            first += len(pages)
+        for page, policy in zip(arrivals, above, strict=True):
+            at.policies[group].insert_evicted(page, policy)
+        return departures
+
+    def _secure(self, kept: list[Departure]) -> BaseException | None:
+        """Wait until kept pages have arrived; put back those that have not, and say why."""
+        trouble: BaseException | None = None
+        for gone in kept:
+            try:
+                gone.page.ready.wait_finished()
+            except BaseException as error:
+                return error
+            if (failure := gone.page.ready.error) is not None:
+                trouble = trouble or failure
+                self.resolve([gone.page])
+        return trouble
+
+    def _tell_dropped(self, pages: Sequence[Page]) -> None:
+        self.pages_dropped += len(pages)
+        if self.on_drop is not None:
+            for page in pages:
+                self.on_drop(page)
+
+    # -------------------------------------------------------------------------------- movements
 
     def move(
         self, pages: list[Page], source: int, to: int, ids: Ids, fences: tuple[Event, ...]
@@ -167,77 +300,152 @@ class Mover:
         old = np.array([page.slot for page in pages], np.int32)
         after = Dependencies(gathered([page.ready for page in pages]), fences)
         source_group = self._levels[source].groups[group]
+        target = self._levels[to].groups[group].memory
         if to == source:
             events = self._copier.relocate(source_group.memory, old, ids, after)
         else:
-            destination = self._levels[to].groups[group].memory
-            events = self._copier.copy(
-                source_group.memory, old, destination, ids, after, up=to < source
-            )
+            events = self._copier.copy(source_group.memory, old, target, ids, after, up=to < source)
         pair = f"{self._levels[source].name}->{self._levels[to].name}"
-        self.bytes_moved[pair] += len(pages) * source_group.memory.page_bytes
+        page_bytes = source_group.memory.page_bytes
         departures = [Departure(page, source, page.slot, page.ready) for page in pages]
-        first = 0
         slots = ids.tolist()
+        first = 0
         for count, event in events:
-            source_group.slots.release(old[first : first + count], event)
-            for at in range(first, first + count):
+            last = first + count
+            gone = departures[first:last]
+            self._release_left(gone, old[first:last], event)
+            for at in range(first, last):
                 page = pages[at]
                 page.level, page.slot, page.ready = to, slots[at], event.page(at - first)
-            first += count
+                page.origin = departures[at]
+                page.unread = False
+            self._note(_Moving(event, count, count * page_bytes, pair, gone))
+            first = last
+        self._left[source][group].update((one.slot, one) for one in departures)
+        self._meter.occupied(self._levels[source].name, -len(pages), -len(pages) * page_bytes)
+        if self.on_move is not None and to != source:
+            self.on_move(pages, source, to)
         return departures
 
-    def failed(self, departures: Sequence[Departure]) -> list[Departure]:
-        """Wait for moves; give those that failed although the page is whole where it was."""
-        for gone in departures:
-            gone.page.ready.wait_finished()
-        return [
-            gone
-            for gone in departures
-            if gone.page.lost
-            and gone.ready.error is None
-            and not isinstance(gone.page.ready.error, SlotReadError)
-        ]
+    def _release_left(self, gone: list[Departure], ids: Ids, event: Event) -> None:
+        """Give back slots that pages leave, fenced by the copy and by others that read them."""
+        slots = self._levels[gone[0].level].groups[gone[0].page.group].slots
+        if not any(one.page.fences for one in gone):
+            slots.release(ids, event)
+            return
+        for one in gone:
+            slots.release([one.slot], all_of((event, *one.page.fences)))
+            one.page.fences = ()
 
-    def put_back(self, failed: Sequence[Departure]) -> None:
-        """Undo failed moves; nobody may have taken the slots that the pages had."""
-        for (level, group), some in groupby(failed, lambda gone: (gone.level, gone.page.group)):
-            returning = list(some)
-            slots = self._levels[level].groups[group].slots
-            wanted = np.array([gone.slot for gone in returning], np.int32)
-            taken = slots.allocate(slots.available)  # an allocator gives no slot by name
-            fences = cast(tuple[Event, ...], taken.fences)
-            slots.release(np.setdiff1d(taken.ids, wanted), all_of(fences))
-            for gone in returning:
-                page = gone.page
-                if page.level != level:
-                    self._levels[page.level].policies[group].remove(page)
-                    self._levels[level].policies[group].insert(page)
-                self.free([page], page.level, group)
-                page.level, page.slot, page.ready = level, gone.slot, gone.ready
+    def _note(self, moving: _Moving) -> None:
+        self._meter.moved(moving.pair, moving.pages, moving.nbytes)
+        queue = self._moving.get(moving.pair)
+        if queue is None:
+            queue = self._moving[moving.pair] = deque()
+        queue.append(moving)
 
-    def free(self, pages: list[Page], level: int, group: int) -> None:
-        """Give the slots of pages back, each fenced by what may still use it."""
-        slots = self._levels[level].groups[group].slots
-        by_use: dict[tuple[Event, ...], list[int]] = {}
-        for page in pages:
-            by_use.setdefault((whole(page.ready), *page.fences), []).append(page.slot)
-        for events, ids in by_use.items():
-            slots.release(np.array(ids, np.int32), all_of(events))
+    def copy_in(self, pages: list[Page], source: PageMemory, ids: Ids, after: Dependencies) -> None:
+        """Fill new pages of the first level from memory that somebody else owns."""
+        at = self._levels[0]
+        where = at.groups[pages[0].group]
+        slots = np.array([page.slot for page in pages], np.int32)
+        events = self._copier.copy(source, ids, where.memory, slots, after, up=False)
+        first = 0
+        for count, event in events:
+            part = pages[first : first + count]
+            for index, page in enumerate(part):
+                page.ready, page.fences = event.page(index), ()
+            nbytes = count * where.memory.page_bytes
+            self._note(_Moving(event, count, nbytes, f"engine->{at.name}", []))
+            first += count
 
-    def _no_room(self, level: int, group: int, n: int) -> OutOfPagesError:
-        stats = self._levels[level].groups[group].slots.statistics()
-        return OutOfPagesError(
-            f"level {self._levels[level].name}, group {group}: {n} more slots wanted, and too few "
-            f"of its {stats.in_use} pages may go; release leases, or raise the quota "
-            f"({format_size(self._levels[level].quota)})",
-            level=level,
-            group=group,
-            wanted=n,
-        )
+    def copy_out(
+        self, pages: list[Page], target: PageMemory, ids: Ids, fences: tuple[Event, ...]
+    ) -> list[PageEvents]:
+        """Copy pages of the first level to memory that somebody else owns."""
+        at = self._levels[0]
+        where = at.groups[pages[0].group]
+        slots = np.array([page.slot for page in pages], np.int32)
+        after = Dependencies(gathered([page.ready for page in pages]), fences)
+        events = self._copier.copy(where.memory, slots, target, ids, after, up=True)
+        first = 0
+        for count, event in events:
+            for page in pages[first : first + count]:
+                page.fences = (*(e for e in page.fences if not e.query()), event)
+            nbytes = count * where.memory.page_bytes
+            self._note(_Moving(event, count, nbytes, f"{at.name}->engine", []))
+            first += count
+        return [event for _, event in events]
 
     def relocate(self, pages: list[Page], level: int, group: int) -> list[Departure]:
         """Move pages to other slots of their level; what they are worth does not change."""
-        where = self._levels[level].groups[group]
-        taken = where.slots.allocate(len(pages))
-        return self.move(pages, level, level, taken.ids, cast(tuple[Event, ...], taken.fences))
+        ids, fences = self._allocate(level, group, len(pages))
+        return self.move(pages, level, level, ids, fences)
+
+    # --------------------------------------------------------------------------------- settling
+
+    def settle(self) -> None:
+        """Learn how finished copies ended; see to the pages of those that failed."""
+        for queue in self._moving.values():
+            while queue and queue[0].event.query():
+                self._settled(queue.popleft())
+
+    def _settled(self, moving: _Moving) -> None:
+        failures = moving.event.failures
+        self._meter.arrived(moving.pair, moving.pages, moving.nbytes, len(failures))
+        if not moving.gone:
+            return
+        first = moving.gone[0]
+        left = self._left[first.level][first.page.group]
+        if left:
+            for n, one in enumerate(moving.gone):
+                if n not in failures and left.get(one.slot) is one:
+                    del left[one.slot]
+        if failures:
+            # Those that are leased are seen to when they are let go: somebody waits for their copy.
+            self.resolve(
+                one.page
+                for n, one in enumerate(moving.gone)
+                if n in failures and one.page.origin is one and not one.page.leases
+            )
+
+    def resolve(self, pages: Iterable[Page]) -> None:
+        """Put pages that a failed copy has lost back where they were, or drop them."""
+        dropped = []
+        for page in pages:
+            if page.freed or not page.lost:
+                continue
+            policy = self._levels[page.level].policies[page.group]
+            if page in policy:
+                policy.remove(page)
+            gone = page.origin
+            if gone is not None and self.is_whole(gone) and self._return(gone):
+                continue
+            self.free([page], page.level, page.group)
+            dropped.append(page)
+        self._tell_dropped(dropped)
+
+    def is_whole(self, gone: Departure) -> bool:
+        """Tell whether a page whose copy failed can be as it was, where it was."""
+        error = gone.page.ready.error
+        left = self._left[gone.level][gone.page.group]
+        if gone.ready.error is not None or left.get(gone.slot) is not gone:
+            return False
+        if isinstance(error, SlotReadError):
+            return error.errno != errno.EBADMSG and gone.level != gone.page.level
+        return True
+
+    def _return(self, gone: Departure) -> bool:
+        page = gone.page
+        if not self.adopt(gone.level, page.group, [gone.slot]):
+            return False
+        source, to = self._levels[gone.level], self._levels[page.level]
+        log.error("%r stays in level %s: %s", page, source.name, page.ready.error)
+        self.free([page], page.level, page.group)
+        if self.on_move is not None and source is not to:
+            self.on_move([page], to.index, source.index)
+        page.unread = source.index > to.index
+        page.level, page.slot, page.ready = gone.level, gone.slot, gone.ready
+        page.origin = None
+        source.policies[page.group].insert(page)
+        return True

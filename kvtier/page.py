@@ -6,7 +6,20 @@ from collections.abc import Hashable
 
 from hostmem.device import DONE, Event
 
-__all__ = ["Page"]
+__all__ = ["Departure", "Page"]
+
+
+class Departure:
+    """Where a page was before it was moved."""
+
+    __slots__ = ("level", "page", "ready", "slot")
+
+    def __init__(self, page: Page, level: int, slot: int, ready: Event) -> None:
+        self.page = page
+        self.level = level
+        self.slot = slot
+        self.ready = ready
+        """Of the copy that brought its bytes there."""
 
 
 class Page:
@@ -15,25 +28,57 @@ class Page:
     The storage moves it; whoever holds a lease may rely on its place.
     """
 
-    __slots__ = ("fences", "group", "kept", "leases", "level", "owner", "ready", "slot")
+    __slots__ = (
+        "fences",
+        "group",
+        "kept",
+        "leases",
+        "level",
+        "origin",
+        "owner",
+        "priority",
+        "ready",
+        "slot",
+        "unread",
+    )
 
-    def __init__(self, owner: Hashable, group: int, slot: int, fences: tuple[Event, ...]) -> None:
+    def __init__(
+        self,
+        owner: Hashable,
+        group: int,
+        slot: int,
+        fences: tuple[Event, ...],
+        priority: int = 0,
+        level: int = 0,
+    ) -> None:
         self.owner = owner
         """What the page belongs to; told to whoever wants to know when it is dropped."""
         self.group = group
         """Index of its pool group."""
-        self.level = 0
+        self.level = level
         """Index of the level it is in."""
         self.slot = slot
-        """Its slot there."""
+        """Its slot there; -1 once it was given back."""
         self.ready: Event = DONE
         """Of the copy that brought its bytes: nobody reads it earlier."""
         self.fences = fences
-        """Of others that may still use a new page's slot: nobody writes it earlier."""
+        """Of others that use its slot: of a new page, those before it, and nobody writes it
+        earlier; of a page in use, those that copy from it, and nobody gets the slot earlier."""
         self.leases = 0
         """How many hold it where it is."""
         self.kept = False
         """Whether it may be moved down, but not dropped."""
+        self.priority = priority
+        """What leaves a level first, before its policy is asked: the lowest."""
+        self.origin: Departure | None = None
+        """Where its last move took it from."""
+        self.unread = False
+        """Whether it is where it was because the last attempt to read it there failed."""
+
+    @property
+    def freed(self) -> bool:
+        """Whether its slot was given back: it is nowhere any more."""
+        return self.slot < 0
 
     @property
     def lost(self) -> bool:

@@ -1,4 +1,4 @@
-"""From a configuration to numbers: shares, slots, padding and address space of every level.
+"""From a configuration to numbers: shares, slots, padding and memory of every level.
 
 A plan is worked out before anything is built, in exact integers, and is all that the builder of
 the levels needs to know. Printing it shows what the quotas of a configuration amount to.
@@ -6,9 +6,11 @@ the levels needs to know. Printing it shows what the quotas of a configuration a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hostmem.units import align_up, format_size
 from kvtier.layout import GroupLayout, group_layouts
@@ -17,7 +19,17 @@ from kvtier.quota import exact_size, exact_weights, grain_of, quota_holding, slo
 if TYPE_CHECKING:
     from kvtier.config import CacheTier, CacheTierConfig, KVCacheManagerConfig
 
-__all__ = ["CachePlan", "LevelPlan", "group_weights", "make_plan", "plan_level"]
+__all__ = ["CachePlan", "ColdPages", "LevelPlan", "cold_page_bytes", "make_plan", "plan_level"]
+
+
+class ColdPages(Protocol):
+    """What a plan asks a `ColdPageCodec`."""
+
+    def configure(self, groups: tuple[GroupLayout, ...]) -> None:
+        """Learn the pool groups; whenever a plan is made, and the same ones each time."""
+
+    def page_bytes(self, group: int) -> int:
+        """Give the bytes of a page of a group in every level that is not hot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +38,16 @@ class LevelPlan:
 
     tier: CacheTier
     """Its kind."""
+    hot: bool
+    """Whether blocks lie in the pools of their layout, rather than as whole pages."""
     quota: int
     """Bytes it may use at first, rounded up to the grain."""
     max_quota: int
     """Bytes it may ever use, rounded up to the grain; every pool reserves all of it."""
     grain: int
     """Bytes in which quotas are counted, from the initial quota and kept for life."""
+    weights: tuple[int, ...]
+    """By which quotas are split over the groups, see `kvtier.quota.split_quota`."""
     shares: tuple[int, ...]
     """Bytes of the quota that each group gets; they add up to it."""
     slots: tuple[int, ...]
@@ -42,21 +58,60 @@ class LevelPlan:
     """Slot bytes of each group's pools: as laid out when hot, one pool of whole pages when cold."""
 
     @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Bytes of a block of each group, over all its pools."""
+        return tuple(map(sum, self.slot_sizes))
+
+    @property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """Bytes of all the slots of each group: the memory, or the file, that it takes."""
+        return tuple(n * page for n, page in zip(self.slots, self.page_bytes, strict=True))
+
+    @property
     def padding(self) -> tuple[int, ...]:
         """Bytes of each share that hold no slot."""
-        return tuple(
-            share - slots * sum(sizes)
-            for share, slots, sizes in zip(self.shares, self.slots, self.slot_sizes, strict=True)
-        )
+        return tuple(a - b for a, b in zip(self.shares, self.slot_bytes, strict=True))
 
     @property
     def address_space(self) -> tuple[int, ...]:
-        """Bytes of address space that each group reserves: ``max_quota`` for each of its pools."""
-        return tuple(len(sizes) * self.max_quota for sizes in self.slot_sizes)
+        """Bytes of address space that each group reserves: ``max_quota`` for each of its pools.
+
+        A file needs none.
+        """
+        reserved = 0 if self.tier == "disk" else self.max_quota
+        return tuple(len(sizes) * reserved for sizes in self.slot_sizes)
 
     def unit(self, group: int, pool: int = 0) -> int:
         """Give the commit unit of a pool in bytes: the grain rounded up to a slot multiple."""
         return align_up(self.grain, self.slot_sizes[group][pool])
+
+    def at(self, quota: int) -> LevelPlan:
+        """Work out the same level at another quota of so many bytes; grain and bound stay.
+
+        Raises
+        ------
+        ValueError
+            Above ``max_quota``, below the minimum, or a share would hold no page.
+        """
+        if quota > self.max_quota:
+            raise ValueError(
+                f"{self.tier}.quota: {exact_size(quota)} is above max_quota, "
+                f"{exact_size(self.max_quota)}"
+            )
+        try:
+            shares = split_quota(quota, self.weights, self.grain)
+        except ValueError as error:
+            raise ValueError(f"{self.tier}.{error}") from None
+        for group, (share, page) in enumerate(zip(shares, self.page_bytes, strict=True)):
+            if share < page:
+                enough = quota_holding(self.page_bytes, self.weights, self.grain)
+                raise ValueError(
+                    f"{self.tier}.quota: of {exact_size(quota)} pool group {group} gets "
+                    f"{exact_size(share)}, which holds none of its pages of {exact_size(page)}; "
+                    f"the minimum that holds one of every group is {exact_size(enough)}"
+                )
+        slots = tuple(map(slots_in, shares, self.page_bytes))
+        return replace(self, quota=sum(shares), shares=shares, slots=slots)
 
     def describe(self) -> str:
         """Show the level as a table, one row a group."""
@@ -67,7 +122,11 @@ class LevelPlan:
         return "\n".join([title, *_table(list(self._rows()))])
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        yield ("group", "slot bytes", "share", "slots", "max slots", "padding", "address space")
+        where = "file" if self.tier == "disk" else f"{self.tier} memory"
+        yield (
+            *("group", "slot bytes", "share", "slots", "max slots"),
+            *(where, "padding", "address space"),
+        )
         for group, sizes in enumerate(self.slot_sizes):
             yield (
                 str(group),
@@ -75,6 +134,7 @@ class LevelPlan:
                 format_size(self.shares[group]),
                 f"{self.slots[group]:,}",
                 f"{self.max_slots[group]:,}",
+                format_size(self.slot_bytes[group]),
                 format_size(self.padding[group]),
                 format_size(self.address_space[group]),
             )
@@ -84,13 +144,36 @@ class LevelPlan:
 class CachePlan:
     """What a whole cache is made of."""
 
+    tokens_per_block: int
+    """Tokens of a block."""
     groups: tuple[GroupLayout, ...]
     """The pool groups, the same in every level."""
     levels: tuple[LevelPlan, ...]
     """The levels, hot to cold."""
 
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits: equal plans have equal ones, on every machine and in every run."""
+        text = json.dumps(self._figures(), sort_keys=True, separators=(",", ":"))
+        return blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def as_json(self) -> dict[str, Any]:
+        """Give all of it as what JSON can hold, sizes in bytes; the order of lists has a meaning.
+
+        Beside the fields there are ``digest``, ``totals`` and, in each level, ``page_bytes``,
+        ``slot_bytes``, ``padding`` and ``address_space``, as the properties say.
+        """
+        figures = self._figures()
+        for level, shown in zip(self.levels, figures["levels"], strict=True):
+            for name in ("page_bytes", "slot_bytes", "padding", "address_space"):
+                shown[name] = getattr(level, name)
+        totals = {str(level.tier): sum(level.slot_bytes) for level in self.levels}
+        totals["padding"] = sum(sum(level.padding) for level in self.levels)
+        totals["address_space"] = sum(sum(level.address_space) for level in self.levels)
+        return {"digest": self.digest, "totals": totals, **figures}
+
     def describe(self) -> str:
-        """Show the groups and every level as text for a person."""
+        """Show the groups, every level and what all take together, as text for a person."""
         rows = [("group", "layers", "pools", "page bytes", "window", "sinks")]
         for index, group in enumerate(self.groups):
             window, sinks = group.sliding_window_size, group.num_sink_tokens
@@ -104,8 +187,20 @@ class CachePlan:
                     f"{sinks or 0:,}",
                 )
             )
-        parts = ["\n".join(["pool groups", *_table(rows)])]
-        return "\n\n".join(parts + [level.describe() for level in self.levels])
+        title = f"pool groups, blocks of {self.tokens_per_block:,} tokens"
+        parts = ["\n".join([title, *_table(rows)])]
+        return "\n\n".join([*parts, *(level.describe() for level in self.levels), self._totals()])
+
+    def _totals(self) -> str:
+        rows: list[tuple[str, ...]] = [("", "slots", "bytes", "padding", "address space")]
+        for level in self.levels:
+            figures = (level.slot_bytes, level.padding, level.address_space)
+            sizes = (format_size(sum(each)) for each in figures)
+            rows.append((str(level.tier), f"{sum(level.slots):,}", *sizes))
+        return "\n".join(["in total", *_table(rows), "", f"digest {self.digest}"])
+
+    def _figures(self) -> dict[str, Any]:
+        return asdict(self)
 
     def __str__(self) -> str:
         return self.describe()
@@ -121,7 +216,7 @@ def make_plan(
     Parameters
     ----------
     config : KVCacheManagerConfig
-        Validated here first.
+        Validated here first, but for what depends on the machine.
     default_max_quota : callable, optional
         Gives the bytes a tier may ever use where its ``max_quota`` is None, such as the memory
         of the machine; without it that is the quota itself.
@@ -132,33 +227,47 @@ def make_plan(
         If the configuration is not valid, a share cannot hold one page of its group, or a quota
         is above the bound that ``default_max_quota`` found.
     """
-    config.validate()
+    config.validate(here=False)
     groups = group_layouts(config.layers)
-    weights = group_weights(config, groups)
+    cold_pages = cold_page_bytes(config.cold_page_codec, groups)
     bounds = [
         default_max_quota(tier) if tier.max_quota is None and default_max_quota else None
         for tier in config.cache_tiers
     ]
     levels = tuple(
-        plan_level(tier, groups, weights, hot=level == 0, default_max_quota=bound)
-        for level, (tier, bound) in enumerate(zip(config.cache_tiers, bounds, strict=True))
+        plan_level(tier, groups, cold_pages, config.initial_pool_ratio, default_max_quota=bound)
+        for tier, bound in zip(config.cache_tiers, bounds, strict=True)
     )
-    return CachePlan(groups, levels)
+    return CachePlan(config.tokens_per_block, groups, levels)
 
 
-def group_weights(config: KVCacheManagerConfig, groups: Sequence[GroupLayout]) -> tuple[int, ...]:
-    """Give the integer weights by which a level's quota is split over the groups."""
-    if config.initial_pool_ratio is None:
+def cold_page_bytes(codec: ColdPages | None, groups: tuple[GroupLayout, ...]) -> tuple[int, ...]:
+    """Give the bytes of a page of each group in the levels that are not hot.
+
+    Raises
+    ------
+    ValueError
+        If the codec gives a number below 1.
+    """
+    if codec is None:
         return tuple(group.page_bytes for group in groups)
-    return exact_weights(config.initial_pool_ratio)
+    codec.configure(groups)
+    pages = tuple(codec.page_bytes(group) for group in range(len(groups)))
+    for group, page in enumerate(pages):
+        if page < 1:
+            raise ValueError(
+                f"cold_page_codec: {type(codec).__name__} makes pages of {page} B of pool group "
+                f"{group}, the minimum is 1 B"
+            )
+    return pages
 
 
 def plan_level(
     tier: CacheTierConfig,
     groups: Sequence[GroupLayout],
-    weights: Sequence[int],
+    cold_pages: Sequence[int],
+    ratio: Sequence[float] | None = None,
     *,
-    hot: bool,
     default_max_quota: int | None = None,
 ) -> LevelPlan:
     """Work out one level.
@@ -169,10 +278,10 @@ def plan_level(
         Its quotas, in bytes.
     groups : sequence of GroupLayout
         The pool groups.
-    weights : sequence of int
-        As for `kvtier.quota.split_quota`.
-    hot : bool
-        Whether blocks lie in the pools of their layout, rather than as whole pages.
+    cold_pages : sequence of int
+        Bytes of a page of each group, for a level that is not hot.
+    ratio : sequence of float, optional
+        A positive number for each group, by which the quota is split; None: its bytes of a page.
     default_max_quota : int, optional
         Bytes the level may ever use if the tier names no ``max_quota``; None: its quota.
 
@@ -188,30 +297,24 @@ def plan_level(
             f"{tier.tier}.quota: {exact_size(tier.quota)} is above the {exact_size(bound)} that "
             f"are there; lower it, or give {tier.tier}.max_quota to insist"
         )
+    slot_sizes = tuple(
+        tuple(pool.slot_size for pool in group.pools) if tier.hot else (page,)
+        for group, page in zip(groups, cold_pages, strict=True)
+    )
+    pages = tuple(map(sum, slot_sizes))
     max_quota = align_up(bound, grain)
-    pages = [group.page_bytes for group in groups]
-    shares = split_quota(tier.quota, weights, grain)
-    for group, (share, page) in enumerate(zip(shares, pages, strict=True)):
-        if share < page:
-            enough = quota_holding(pages, weights, grain)
-            raise ValueError(
-                f"{tier.tier}.quota: of {exact_size(tier.quota)} pool group {group} gets "
-                f"{exact_size(share)}, which holds none of its pages of {exact_size(page)}; "
-                f"the minimum that holds one of every group is {exact_size(enough)}"
-            )
     return LevelPlan(
         tier=tier.tier,
-        quota=sum(shares),
+        hot=tier.hot,
+        quota=0,
         max_quota=max_quota,
         grain=grain,
-        shares=shares,
-        slots=tuple(slots_in(share, page) for share, page in zip(shares, pages, strict=True)),
+        weights=pages if ratio is None else exact_weights(ratio),
+        shares=(),
+        slots=(),
         max_slots=tuple(slots_in(max_quota, page) for page in pages),
-        slot_sizes=tuple(
-            tuple(pool.slot_size for pool in group.pools) if hot else (group.page_bytes,)
-            for group in groups
-        ),
-    )
+        slot_sizes=slot_sizes,
+    ).at(tier.quota)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -220,3 +323,10 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
         "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in rows
     ]
+
+
+def group_weights(config: KVCacheManagerConfig, groups: Sequence[GroupLayout]) -> tuple[int, ...]:
+    """Give the integer weights by which a level's quota is split over the groups."""
+    if config.initial_pool_ratio is None:
+        return tuple(group.page_bytes for group in groups)
+    return exact_weights(config.initial_pool_ratio)

@@ -261,6 +261,56 @@ class SlotAllocator:
         self._released += len(index)
         self._keep(index.astype(np.int32), event)
 
+    def reclaim(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> bool:
+        """Take exactly these slots into use, if all of them are free.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            Distinct slots below ``n_slots``. Whoever names them knows what may still use them.
+
+        Returns
+        -------
+        bool
+            False, and nothing changed, if one is in use or withheld by a shrink.
+
+        Raises
+        ------
+        ValueError
+            If an id is not in 0..``n_slots`` - 1, or occurs twice; nothing has changed.
+
+        Notes
+        -----
+        O(n_slots). Fresh ids that are passed over count as recycled from then on.
+        """
+        index = np.asarray(ids, np.intp)
+        wanted = np.zeros(self._n_slots, np.bool_)
+        if index.size and not 0 <= index.min() <= index.max() < self._n_slots:
+            raise ValueError(f"ids: {ids!r} are not all in 0..{self._n_slots - 1}")
+        wanted[index] = True
+        if np.count_nonzero(wanted) < len(index):
+            raise ValueError(f"ids: one of {ids!r} occurs more than once")
+        if wanted[self._limit :].any() or self._used[index].any():
+            return False
+        recycled = self._peek(0, self._ready + self._flying)
+        stays = ~wanted[recycled]
+        ready, flying = recycled[: self._ready], recycled[self._ready :]
+        ready, flying = ready[stays[: self._ready]], flying[stays[self._ready :]]
+        runs = np.repeat(np.arange(len(self._counts)), self._counts)[stays[self._ready :]]
+        counts = np.bincount(runs, minlength=len(self._counts)).tolist()
+        top = max(self._fresh, int(index.max(initial=-1)) + 1)
+        passed = np.arange(self._fresh, top, dtype=np.int32)
+        passed = passed[~wanted[passed]]
+        self._head = 0
+        self._place(0, np.concatenate((ready, passed, flying)))
+        self._ready, self._flying, self._fresh = len(ready) + len(passed), len(flying), top
+        self._events = deque(compress(self._events, counts))
+        self._counts = deque(filter(None, counts))
+        self._used[index] = True
+        self._in_use += len(index)
+        self._peak = max(self._peak, self._in_use)
+        return True
+
     def live_above(self, limit: int) -> Ids:
         """Give the ids in use at or above ``limit``, ascending: what stands against a shrink."""
         return np.flatnonzero(self._used[limit : self._fresh]).astype(np.int32) + np.int32(limit)

@@ -10,20 +10,24 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import cast
 
+import numpy as np
+
 from hostmem import ClosedError, Event, ResourceBusyError, resolve_device
 from hostmem.closing import Closable
 from hostmem.device import DONE, DeviceLike, fresh
-from hostmem.units import Size, align_up, format_size, parse_size
+from hostmem.units import Size, format_size, parse_size
 from kvtier.config import KVCacheManagerConfig
 from kvtier.eviction import make_policy
+from kvtier.latch import Latch
 from kvtier.levels import Level, build_level, default_max_quota
-from kvtier.mover import Departure, Mover
-from kvtier.page import Page
-from kvtier.plan import CachePlan, group_weights, make_plan
-from kvtier.quota import exact_size, slots_in, split_quota
+from kvtier.mover import Mover
+from kvtier.page import Departure, Page
+from kvtier.plan import CachePlan, make_plan
 from kvtier.slots import SlotAllocator
-from kvtier.stats import LevelStats, StorageStats
+from kvtier.stats import LevelStats, Meter, Scope, StorageStats
+from kvtier.transfer.codec import ColdPageCodec
 from kvtier.transfer.copier import PageCopier, reachable
+from kvtier.transfer.memory import Ids, MemoryPool
 
 __all__ = ["TierStorage"]
 
@@ -73,10 +77,11 @@ class TierStorage(Closable):
             config, default_max_quota=lambda tier: default_max_quota(tier, self.device)
         )
         """What the configuration amounts to."""
-        self._weights = group_weights(config, self.plan.groups)
         self.lock = threading.RLock()
         """Orders everything; a cache over this storage shares it."""
         self._closing = threading.Lock()
+        self._latch = Latch()
+        self._meter = Meter(self.lock)
         self._closed = False
         levels: list[Level] = []
         with contextlib.ExitStack() as undo:
@@ -86,12 +91,14 @@ class TierStorage(Closable):
                 level = build_level(index, plan, tier, self.device, policy)
                 undo.callback(level.close)
                 levels.append(level)
-            largest = max(group.page_bytes for group in self.plan.groups)
-            self._copier = PageCopier(self.device, largest, staged=_needs_staging(levels))
+            largest = max(max(level.page_bytes) for level in self.plan.levels)
+            codec = cast(ColdPageCodec | None, config.cold_page_codec)  # the copier checks it
+            staged = _needs_staging(levels, codec)
+            self._copier = PageCopier(self.device, largest, staged=staged, codec=codec)
             undo.pop_all()
         self.levels = tuple(levels)
         """The levels, hot to cold."""
-        self._mover = Mover(self.levels, self._copier)
+        self._mover = Mover(self.levels, self._copier, self._latch, self._meter)
         self._pid = os.getpid()
         _storages.add(self)
 
@@ -110,7 +117,7 @@ class TierStorage(Closable):
 
     # ---------------------------------------------------------------------------------- pages
 
-    def new_pages(self, owners: Sequence[Hashable], group: int) -> list[Page]:
+    def new_pages(self, owners: Sequence[Hashable], group: int, *, priority: int = 0) -> list[Page]:
         """Make pages in the hot level, leased once, moving others down as needed.
 
         Before their bytes are written, each page's ``fences`` must have finished, or the stream
@@ -122,6 +129,8 @@ class TierStorage(Closable):
             What each page belongs to.
         group : int
             Pool group.
+        priority : int
+            Pages of a lower one leave a level first.
 
         Raises
         ------
@@ -134,16 +143,32 @@ class TierStorage(Closable):
             self._check_open()
             ids, fences = self._mover.take(0, group, len(owners))
             pages = [
-                Page(owner, group, slot, fences)
+                Page(owner, group, slot, fences, priority)
                 for owner, slot in zip(owners, ids.tolist(), strict=True)
             ]
             for page in pages:
                 page.leases = 1
             return pages
 
+    def wait_usable(self, pages: Iterable[Page]) -> None:
+        """Block until the memory of pages in the first level is committed; takes no lock.
+
+        Raises
+        ------
+        HostOOMError, RegistrationError
+            It will not be.
+        """
+        highest: dict[int, int] = {}
+        for page in pages:
+            highest[page.group] = max(page.slot, highest.get(page.group, 0))
+        for group, slot in highest.items():
+            for pool in self.levels[0].groups[group].memory.pools:
+                if isinstance(pool, MemoryPool):
+                    pool.wait_usable(np.array([slot], np.int32))
+
     def commit(self, pages: Iterable[Page], ready: Event = DONE) -> None:
         """Let new pages take part in eviction, their bytes there when ``ready`` has finished."""
-        with self.lock:
+        with self.lock, self._latch:
             for page in pages:
                 page.ready = ready
                 page.fences = ()
@@ -164,10 +189,16 @@ class TierStorage(Closable):
     def release(self, pages: Iterable[Page]) -> None:
         """Undo one `lease` of each page."""
         with self.lock:
+            failed = []
             for page in pages:
                 if page.leases == 0:
                     raise ValueError(f"{page} is not leased")
                 page.leases -= 1
+                if page.ready is not DONE and not page.leases and page.lost:
+                    failed.append(page)
+            if failed:
+                with self._latch:
+                    self._mover.resolve(failed)
 
     def onboard(self, pages: Sequence[Page]) -> list[Page]:
         """Bring leased pages to the hot level; each one's ``ready`` says when its bytes are there.
@@ -198,23 +229,31 @@ class TierStorage(Closable):
                 batches.setdefault((page.level, page.group), []).append(page)
             by_group = Counter(page.group for page in moved)
             self._mover.check_room(by_group)
-            taken = {group: self._mover.take(0, group, count) for group, count in by_group.items()}
-            used: Counter[int] = Counter()
-            for (level, group), batch in batches.items():
-                ids, fences = taken[group]
-                first = used[group]
-                used[group] += len(batch)
-                for page in batch:
-                    self.levels[level].policies[group].remove(page)
-                self._mover.move(batch, level, 0, ids[first : first + len(batch)], fences)
-            brought = set(map(id, moved))
-            for page in pages:
-                policy = self.levels[0].policies[page.group]
-                if id(page) in brought:
-                    policy.insert(page)
-                    brought.discard(id(page))
-                else:
-                    policy.touch(page)
+            taken: dict[int, tuple[Ids, tuple[Event, ...]]] = {}
+            try:
+                for group, count in by_group.items():
+                    taken[group] = self._mover.take(0, group, count)
+            except BaseException:
+                for group, (ids, fences) in taken.items():
+                    self._mover.give_back(0, group, ids, fences)
+                raise
+            with self._latch:
+                used: Counter[int] = Counter()
+                for (level, group), batch in batches.items():
+                    ids, fences = taken[group]
+                    first = used[group]
+                    used[group] += len(batch)
+                    for page in batch:
+                        self.levels[level].policies[group].remove(page)
+                    self._mover.move(batch, level, 0, ids[first : first + len(batch)], fences)
+                brought = set(map(id, moved))
+                for page in pages:
+                    policy = self.levels[0].policies[page.group]
+                    if id(page) in brought:
+                        policy.insert(page)
+                        brought.discard(id(page))
+                    else:
+                        policy.touch(page)
             return moved
 
     def check_room(self, wanted: Mapping[int, int]) -> None:
@@ -222,10 +261,34 @@ class TierStorage(Closable):
         with self.lock:
             self._mover.check_room(wanted)
 
-    def discard(self, pages: Iterable[Page]) -> None:
-        """Free pages that nobody leases but the caller, once; they are gone."""
+    def keep(self, pages: Iterable[Page], kept: bool = True) -> None:
+        """Let pages be moved down but never dropped, or let them be dropped again."""
         with self.lock:
             for page in pages:
+                page.kept = kept
+
+    def set_priority(self, pages: Iterable[Page], priority: int) -> None:
+        """Change what leaves a level first: pages of a lower priority."""
+        with self.lock, self._latch:
+            for page in pages:
+                policy = self.levels[page.level].policies[page.group]
+                if present := page in policy:
+                    policy.remove(page)
+                page.priority = priority
+                if present:
+                    policy.insert(page)
+
+    def settle(self) -> None:
+        """Learn how finished copies ended: put back, or drop, what failed copies were to bring."""
+        with self.lock, self._latch:
+            self._mover.settle()
+
+    def discard(self, pages: Iterable[Page]) -> None:
+        """Free pages that nobody leases but the caller, once; they are gone."""
+        with self.lock, self._latch:
+            for page in pages:
+                if page.freed:
+                    continue  # with another page of its block
                 level = self.levels[page.level]
                 if page in level.policies[page.group]:
                     level.policies[page.group].remove(page)
@@ -267,7 +330,9 @@ class TierStorage(Closable):
             self._check_open()
             changed = self.levels[level]
             old = [group.slots.n_slots for group in changed.groups]
-            new = self._slots_for(changed, parse_size(quota, "quota"))
+            plan = changed.plan.at(parse_size(quota, "quota"))
+            new = plan.slots
+            self._mover.settle()
             shrinking = [g for g in range(len(new)) if new[g] < old[g]]
             growing = [g for g in range(len(new)) if new[g] > old[g]]
             for group in shrinking:
@@ -280,25 +345,7 @@ class TierStorage(Closable):
                     self._grow(level, group, new[group])
                     undo.callback(self._shrink, level, group, old[group])
                 undo.pop_all()
-            changed.quota = align_up(parse_size(quota), changed.plan.grain)
-
-    def _slots_for(self, level: Level, quota: int) -> list[int]:
-        """Work out the slots of each group at a quota, or say why it cannot be."""
-        grain, bound = level.plan.grain, level.plan.max_quota
-        shares = split_quota(quota, self._weights, grain)
-        if sum(shares) > bound:
-            raise ValueError(
-                f"{level.name}.quota: {exact_size(quota)} is above max_quota, {exact_size(bound)}"
-            )
-        pages = [group.memory.page_bytes for group in level.groups]
-        slots = [slots_in(share, page) for share, page in zip(shares, pages, strict=True)]
-        if 0 in slots:
-            group = slots.index(0)
-            raise ValueError(
-                f"{level.name}.quota: of {exact_size(quota)} pool group {group} gets "
-                f"{exact_size(shares[group])}, less than one of its pages, {pages[group]} B"
-            )
-        return slots
+            changed.quota = plan.quota
 
     def _check_shrink(self, level: int, group: int, n_slots: int) -> None:
         """Refuse a shrink that leases, or the levels below, do not allow."""
@@ -333,6 +380,7 @@ class TierStorage(Closable):
             raise
         for event in cast(tuple[Event, ...], where.slots.resize(n_slots)):
             event.wait_finished()
+        self._mover.forget_left(level, group, n_slots)
         try:
             where.memory.resize(n_slots)
         except BaseException:
@@ -342,11 +390,14 @@ class TierStorage(Closable):
 
     def _wait_departed(self, slots: SlotAllocator, departures: Sequence[Departure]) -> None:
         """Wait for pages to leave the slots of a shrink; those that cannot return, and it ends."""
-        failed = self._mover.failed(departures)
+        for gone in departures:
+            gone.page.ready.wait_finished()
+        failed = [gone for gone in departures if gone.page.lost and self._mover.is_whole(gone)]
         if failed:
             cause = failed[0].page.ready.error
             slots.cancel_shrink()
-            self._mover.put_back(failed)
+            with self._latch:
+                self._mover.settle()
             raise fresh(cast(BaseException, cause)) from cause
 
     def _grow(self, level: int, group: int, n_slots: int) -> None:
@@ -354,7 +405,7 @@ class TierStorage(Closable):
         before = where.slots.n_slots
         try:
             where.memory.resize(n_slots)
-            if level == 0:
+            if self.levels[level].plan.hot:
                 where.memory.wait_usable()  # hot slots are written without asking
         except BaseException:
             where.memory.resize(before)
@@ -368,9 +419,23 @@ class TierStorage(Closable):
         """Bytes a level may use: the last accepted quota, rounded up to the level's grain."""
         return self.levels[level].quota
 
+    def count(self, found: Iterable[int], missed: int) -> None:
+        """Count blocks that were asked for: found in which levels, and not found."""
+        with self.lock:
+            for level, blocks in Counter(found).items():
+                self._meter.found(self.levels[level].name, blocks)
+            if missed:
+                self._meter.missed(missed)
+
+    def scope(self) -> Scope:
+        """Count separately, with peaks of its own, what happens in a ``with`` block."""
+        return self._meter.scope()
+
     def stats(self) -> StorageStats:
         """Take the figures of this moment."""
         with self.lock:
+            self._mover.settle()
+            activity = self._meter.activity()
             return StorageStats(
                 levels={
                     level.name: LevelStats(
@@ -380,8 +445,9 @@ class TierStorage(Closable):
                     )
                     for level in self.levels
                 },
-                bytes_moved=dict(self._mover.bytes_moved),
+                bytes_moved={pair: t.total_bytes for pair, t in activity.pairs.items()},
                 pages_dropped=self._mover.pages_dropped,
+                activity=activity,
             )
 
     def describe(self) -> str:
@@ -432,7 +498,10 @@ class TierStorage(Closable):
             self._copier.close()
             for level in reversed(self.levels):
                 try:
-                    level.close()
+                    if self._latch.reason is None:
+                        level.close()
+                    else:
+                        level.leak()
                 except BufferError as error:
                     held = held or error
         if held is not None:
@@ -446,14 +515,15 @@ class TierStorage(Closable):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the storage was closed, or belongs to the parent of this process")
+        self._latch.check()
 
 
-def _needs_staging(levels: Sequence[Level]) -> bool:
+def _needs_staging(levels: Sequence[Level], codec: ColdPageCodec | None) -> bool:
     """Tell whether a file of the last level cannot be read into, or written from, the others."""
     if levels[-1].name != "disk":
         return False
     beside = (levels[0], levels[-2])  # where its pages go, and where they come from
-    return not all(reachable(group.memory) for level in beside for group in level.groups)
+    return not all(reachable(group.memory, codec) for level in beside for group in level.groups)
 
 
 _storages: weakref.WeakSet[TierStorage] = weakref.WeakSet()

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hostmem._sys import linux
 from hostmem._sys.driver import Result, refuse, stand_in
 from hostmem.device.base import Device, Stream
+from hostmem.device.copy_threads import copy_threads
 from hostmem.device.events import Event, HostEvent
 from hostmem.device.pinned import PinnedRanges
 from hostmem.machine import machine
@@ -61,6 +62,7 @@ class CpuDevice(Device):
 class CpuStream(Stream):
     """A thread that works a queue off in order. It starts with the first work.
 
+    Other threads of the process help it with large batches; the next work waits for all of them.
     An event recorded after failed work carries the error of the first that failed since the event
     before. A stream that is dropped ends after its work.
 
@@ -126,7 +128,7 @@ class _Worker:
         self._ended = False
         # The thread's alone:
         self._error: BaseException | None = None
-        self._copy = linux.copy
+        self._refused = False  # whether the kernel copies no lists
 
     def submit(self, job: Callable[[], None]) -> None:
         with self._lock:
@@ -155,12 +157,14 @@ class _Worker:
         sizes: NDArray[np.uint64],
     ) -> None:
         try:
-            self._copy(destinations, sources, sizes)
+            if not self._refused:
+                copy_threads().copy(linux.copy, destinations, sources, sizes)
+                return
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EPERM):
                 raise
-            self._copy = linux.copy_one_by_one
-            self._copy(destinations, sources, sizes)
+            self._refused = True
+        linux.copy_one_by_one(destinations, sources, sizes)
 
     def settle(self, event: HostEvent) -> None:
         """Set an event, with the first error since the one before."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
 
 import numpy as np
 
-from hostmem import CudaMemory, Device
+from hostmem import CudaMemory, Device, Stream
 from hostmem.units import align_up
+from kvtier.transfer.codec import ColdPageCodec, Concatenate, check_codec, concatenation
 from kvtier.transfer.jobs import Dependencies
 from kvtier.transfer.lane import Lane, Which
-from kvtier.transfer.memory import DiskPool, Ids, MemoryPool, PageMemory
+from kvtier.transfer.memory import AddressedPool, DiskPool, Ids, MemoryPool, PageMemory
 from kvtier.transfer.page_events import PageEvents
 from kvtier.transfer.plan import Addresses, AddressSpace, CopyPlan
 from kvtier.transfer.staging import StagingBuffer
@@ -27,23 +30,42 @@ _LEAST_STAGED = 2
 
 
 class PageCopier:
-    """Moves pages between levels, asynchronously. Calls return at once.
+    """Moves pages between levels, asynchronously. Calls return at once, from any thread.
 
     Between memories, pages are copied by the device, in one batch a call, on a lane for each
     direction. Between memory and disk they are read and written by the file's threads, through a
-    staging buffer where the disk cannot reach the memory.
+    staging buffer where the disk cannot reach the memory. Between the hot layout and whole pages,
+    a codec copies them.
 
     Parameters
     ----------
     device : Device
         Who copies.
     largest_page : int
-        Bytes of the largest page; a staging buffer holds one.
+        Bytes of the largest page of any level; a staging buffer holds one.
     staged : bool
-        Whether pages are sure to go through staging buffers, so that these are made now.
+        Whether pages are sure to go through staging buffers, so that these are made now; otherwise
+        the first call that needs them waits while they are made (some 10 ms).
+    codec : ColdPageCodec, optional
+        Configured; by default, `Concatenate`.
+
+    Raises
+    ------
+    TypeError
+        The codec lacks a method.
     """
 
-    def __init__(self, device: Device, largest_page: int, *, staged: bool) -> None:
+    def __init__(
+        self,
+        device: Device,
+        largest_page: int,
+        *,
+        staged: bool,
+        codec: ColdPageCodec | None = None,
+    ) -> None:
+        if codec is not None:
+            check_codec(codec)
+        self._codec = None if _is_default(codec) else codec
         with contextlib.ExitStack() as undo:
             self._down = Lane(device, "kvtier-offload")
             undo.callback(self._down.close)
@@ -52,18 +74,19 @@ class PageCopier:
             self._device = device
             self._buffer_bytes = align_up(largest_page, _STAGING_GRAIN)
             self._staging: StagingBuffer | None = None
+            self._making = threading.Lock()
             if staged:
                 self._ring()
             undo.pop_all()
 
     def _ring(self) -> StagingBuffer:
         """Return the staging buffers, which are made when they are first needed."""
-        if self._staging is None:
-            fits = min(_STAGING_BYTES // self._buffer_bytes, _MOST_STAGED)
-            self._staging = StagingBuffer(
-                self._device, self._buffer_bytes, max(fits, _LEAST_STAGED)
-            )
-        return self._staging
+        with self._making:
+            if self._staging is None:
+                fits = min(_STAGING_BYTES // self._buffer_bytes, _MOST_STAGED)
+                count = max(fits, _LEAST_STAGED)
+                self._staging = StagingBuffer(self._device, self._buffer_bytes, count)
+            return self._staging
 
     def copy(
         self,
@@ -74,6 +97,7 @@ class PageCopier:
         after: Dependencies,
         *,
         up: bool,
+        names: Sequence[bytes] | None = None,
     ) -> list[tuple[int, PageEvents]]:
         """Copy pages ``source_ids[i]`` to pages ``destination_ids[i]``.
 
@@ -87,49 +111,68 @@ class PageCopier:
             What must have happened before.
         up : bool
             Whether towards the hot level.
+        names : sequence of bytes, optional
+            What each page is called in a file that outlives the process.
 
         Returns
         -------
         list of (int, PageEvents)
             Events and how many pages, in order, each stands for. A failed copy finishes its event,
-            too; pages that failed are named in it, and their sources are as they were.
+            too; pages that failed are named in it, and their sources are as they were. A codec
+            that refuses a batch fails its pages.
+
+        Raises
+        ------
+        ClosedError
+            The copier, or the file, was closed.
         """
-        to_disk = isinstance(destination.pools[0], DiskPool)
-        from_disk = isinstance(source.pools[0], DiskPool)
         near, near_ids, far, far_ids = (
             (destination, destination_ids, source, source_ids)
             if up
             else (source, source_ids, destination, destination_ids)
         )
-        if not to_disk and not from_disk:
+        disk = far.pools[0]
+        if not isinstance(disk, DiskPool):
             lane = self._up if up else self._down
-            plan = partial(_plan_pages, near, near_ids, far, far_ids, up)
-            return [(len(near_ids), lane.submit(plan, len(near_ids), after))]
-        if not reachable(near):
-            return self._through_staging(near, near_ids, far, far_ids, after, up)
-        file = cast(DiskPool, far.pools[0]).file
+            work = partial(self._copy_pages, near, near_ids, far, far_ids, up)
+            return [(len(near_ids), lane.submit(work, len(near_ids), after))]
+        if not reachable(near, self._codec):
+            return list(self._through_staging(near, near_ids, disk, far_ids, after, up, names))
         pool = cast(MemoryPool, near.pools[0])
         after = replace(after, usable=partial(pool.wait_usable, near_ids))
-        transfer = file.write if to_disk else file.read
-        return [(len(near_ids), transfer(far_ids, pool.addresses(near_ids), after))]
+        addresses = pool.addresses(near_ids)
+        event = (
+            disk.file.read(far_ids, addresses, after)
+            if up
+            else _write(disk, far_ids, addresses, after, names)
+        )
+        return [(len(near_ids), event)]
 
     def relocate(
-        self, memory: PageMemory, old_ids: Ids, new_ids: Ids, after: Dependencies
+        self,
+        memory: PageMemory,
+        old_ids: Ids,
+        new_ids: Ids,
+        after: Dependencies,
+        *,
+        names: Sequence[bytes] | None = None,
     ) -> list[tuple[int, PageEvents]]:
         """Copy pages to other slots of the same level; see `copy`."""
         pool = memory.pools[0]
         if not isinstance(pool, DiskPool):
-            plan = partial(_plan_within, memory, old_ids, new_ids)
-            return [(len(old_ids), self._down.submit(plan, len(old_ids), after))]
-        staging = self._ring()
+            work = partial(_copy_within, memory, old_ids, new_ids)
+            return [(len(old_ids), self._down.submit(work, len(old_ids), after))]
+        ring = self._ring()
         events: list[tuple[int, PageEvents]] = []
-        for first in range(0, len(old_ids), staging.count):
-            old, new = (ids[first : first + staging.count] for ids in (old_ids, new_ids))
-            buffers = staging.acquire(len(old))
-            data = after.part(first, first + len(old)).data
-            read = pool.file.read(old, buffers, Dependencies(data))
-            written = pool.file.write(new, buffers, Dependencies((read,), after.fences))
-            staging.release(len(old), written)
+        for part in _parts(len(old_ids), ring):
+            old, new = old_ids[part], new_ids[part]
+            data = after.part(part.start, part.stop).data
+            with ring.lend(len(old)) as loan:
+                read = pool.file.read(old, loan.addresses, Dependencies(data, loan.fences))
+                loan.until = read
+                behind = Dependencies((read,), after.fences)
+                written = _write(pool, new, loan.addresses, behind, names and names[part])
+                loan.until = written
             events.append((len(old), written))
         return events
 
@@ -137,33 +180,80 @@ class PageCopier:
         self,
         near: PageMemory,
         near_ids: Ids,
-        disk: PageMemory,
+        disk: DiskPool,
         disk_ids: Ids,
         after: Dependencies,
         up: bool,
-    ) -> list[tuple[int, PageEvents]]:
-        staging = self._ring()
-        file = cast(DiskPool, disk.pools[0]).file
-        events: list[tuple[int, PageEvents]] = []
-        for first in range(0, len(near_ids), staging.count):
-            ids = near_ids[first : first + staging.count]
-            slots = disk_ids[first : first + staging.count]
-            buffers = staging.acquire(len(ids))
-            plan = partial(_plan_buffers, near, ids, buffers, staging, up)
-            data = after.part(first, first + len(ids)).data
+        names: Sequence[bytes] | None,
+    ) -> Iterator[tuple[int, PageEvents]]:
+        ring = self._ring()
+        for part in _parts(len(near_ids), ring):
+            ids, slots = near_ids[part], disk_ids[part]
+            data = after.part(part.start, part.stop).data
             event: PageEvents
-            if up:
-                read = file.read(slots, buffers, Dependencies(data))
-                event = self._up.submit(plan, len(ids), Dependencies((read,), after.fences))
-            else:
-                copied = self._down.submit(plan, len(ids), Dependencies(data))
-                event = file.write(slots, buffers, Dependencies((copied,), after.fences))
-            staging.release(len(ids), event)
-            events.append((len(ids), event))
-        return events
+            with ring.lend(len(ids)) as loan:
+                work = partial(self._copy_hot, near, ids, loan.addresses, ring, up)
+                first = Dependencies(data, loan.fences)
+                if up:
+                    read = disk.file.read(slots, loan.addresses, first)
+                    loan.until = read
+                    event = self._up.submit(work, len(ids), Dependencies((read,), after.fences))
+                else:
+                    copied = self._down.submit(work, len(ids), first)
+                    loan.until = copied
+                    behind = Dependencies((copied,), after.fences)
+                    event = _write(disk, slots, loan.addresses, behind, names and names[part])
+                loan.until = event
+            yield len(ids), event
+
+    def _copy_pages(
+        self,
+        near: PageMemory,
+        ids: Ids,
+        far: PageMemory,
+        far_ids: Ids,
+        up: bool,
+        which: Which,
+        stream: Stream,
+    ) -> None:
+        """Submit the copies between two memories, once both can be used."""
+        pool = cast(AddressedPool, far.pools[0])
+        pool.wait_usable(far_ids[which])
+        self._copy_hot(near, ids, pool.addresses(far_ids), pool, up, which, stream)
+
+    def _copy_hot(
+        self,
+        near: PageMemory,
+        ids: Ids,
+        pages: Addresses,
+        space: AddressSpace,
+        up: bool,
+        which: Which,
+        stream: Stream,
+    ) -> None:
+        """Submit the copies between a group's slots and whole pages in a space."""
+        cold = pages[which]
+        pools = [cast(AddressedPool, pool) for pool in near.pools]
+        for pool in pools:
+            pool.wait_usable(ids[which])
+        hot = np.array([pool.addresses(ids[which]) for pool in pools])
+        if self._codec is None or not near.hot:
+            sizes = [pool.slot_size for pool in pools]
+            parts = concatenation(hot, cold, sizes, up=up)
+            plan = CopyPlan.joined(
+                [
+                    part.merged(pool, space) if up else part.merged(space, pool)
+                    for part, pool in zip(parts, pools, strict=True)
+                ]
+            )
+            stream.copy(plan.destinations, plan.sources, plan.sizes)
+        elif up:
+            self._codec.decode(near.group, cold, hot, stream)
+        else:
+            self._codec.encode(near.group, hot, cold, stream)
 
     def close(self) -> None:
-        """Finish what was submitted and give threads, streams and buffers back."""
+        """Finish what was submitted and give threads, streams and buffers back. Idempotent."""
         with contextlib.ExitStack() as stack:  # all of it, whatever one of them raises
             if self._staging is not None:
                 stack.callback(self._staging.close)
@@ -171,50 +261,57 @@ class PageCopier:
             stack.callback(self._down.close)
 
 
-def reachable(group: PageMemory) -> bool:
-    """Tell whether a file can be read into, or written from, whole pages of a group."""
+def reachable(group: PageMemory, codec: ColdPageCodec | None = None) -> bool:
+    """Tell whether a file can be read into, or written from, whole pages of a group.
+
+    Parameters
+    ----------
+    group : PageMemory
+        In a level of memory.
+    codec : ColdPageCodec, optional
+        What makes whole pages of hot ones.
+    """
     pool = group.pools[0]
     return (
         len(group.pools) == 1
         and isinstance(pool, MemoryPool)
         and not isinstance(pool.memory, CudaMemory)
+        and (_is_default(codec) or not group.hot)
     )
 
 
-def _plan_pages(
-    near: PageMemory, ids: Ids, far: PageMemory, far_ids: Ids, up: bool, which: Which
-) -> CopyPlan:
-    """Plan the copies between two memories, once both can be used."""
-    pool = cast(MemoryPool, far.pools[0])
-    pool.wait_usable(far_ids[which])
-    return _plan_buffers(near, ids, pool.addresses(far_ids), pool, up, which)
+def _is_default(codec: ColdPageCodec | None) -> bool:
+    return codec is None or type(codec) is Concatenate
 
 
-def _plan_buffers(
-    near: PageMemory, ids: Ids, pages: Addresses, space: AddressSpace, up: bool, which: Which
-) -> CopyPlan:
-    """Plan the copies between a group's slots and whole pages, a pool at a time, and merge them."""
-    ids, pages = ids[which], pages[which]
-    parts = []
-    for pool, offset in zip(near.pools, near.offsets, strict=True):
-        memory = cast(MemoryPool, pool)
-        memory.wait_usable(ids)
-        slots, places = memory.addresses(ids), pages + np.uint64(offset)
-        if up:
-            part = CopyPlan.of(slots, places, memory.slot_size).merged(memory, space)
-        else:
-            part = CopyPlan.of(places, slots, memory.slot_size).merged(space, memory)
-        parts.append(part)
-    return CopyPlan.joined(parts)
+def _parts(pages: int, ring: StagingBuffer) -> Iterator[slice]:
+    """Cut a batch, so that one part is copied while the one before is read or written."""
+    size = max(ring.count // 2, 1)
+    for first in range(0, pages, size):
+        yield slice(first, min(first + size, pages))
 
 
-def _plan_within(memory: PageMemory, old: Ids, new: Ids, which: Which) -> CopyPlan:
-    """Plan the copies from slots to other slots of the same level, and merge them."""
+def _write(
+    disk: DiskPool,
+    ids: Ids,
+    addresses: Addresses,
+    after: Dependencies,
+    names: Sequence[bytes] | None,
+) -> PageEvents:
+    if names is None:
+        return disk.file.write(ids, addresses, after)
+    # Only a file that keeps its slots' names is given any.
+    return disk.file.write(ids, addresses, after, names)  # type: ignore[call-arg]
+
+
+def _copy_within(memory: PageMemory, old: Ids, new: Ids, which: Which, stream: Stream) -> None:
+    """Submit the copies from slots to other slots of the same level, merged."""
     old, new = old[which], new[which]
     parts = []
     for pool in memory.pools:
-        space = cast(MemoryPool, pool)
+        space = cast(AddressedPool, pool)
         space.wait_usable(new)
         to, source = space.addresses(new), space.addresses(old)
         parts.append(CopyPlan.of(to, source, space.slot_size).merged(space, space))
-    return CopyPlan.joined(parts)
+    plan = CopyPlan.joined(parts)
+    stream.copy(plan.destinations, plan.sources, plan.sizes)

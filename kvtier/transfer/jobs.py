@@ -19,8 +19,13 @@ __all__ = ["Dependencies", "TransferEvent", "all_of"]
 class Dependencies:
     """What must have happened before a transfer of pages may begin.
 
-    Every event is of work submitted earlier. Queues work in the order of submission, so the oldest
-    unfinished transfer can always begin, and no two wait for each other.
+    Every event is of a job that was put into its queue earlier, and queues are worked off in
+    order. So the oldest unfinished job of all has nothing in front of it and nothing to wait for:
+    it can always go on, and no circle of jobs waits for each other. Staging buffers make none
+    either. They are handed out when jobs are put, without waiting, and the jobs that use them wait
+    for the event of the transfer that had them before, which is one more event of earlier jobs:
+    transfers of both directions may share a ring. What waits for somebody else's event holds up
+    the jobs behind it, and never the caller.
     """
 
     data: tuple[Event, ...] = ()
@@ -83,8 +88,9 @@ class TransferEvent(PageEvents):
         self._inner = event
         self._submitted.set()
 
-    def failed(self, error: BaseException) -> None:
-        """Note that it was never submitted."""
+    def failed(self, error: BaseException, failures: Mapping[int, BaseException]) -> None:
+        """Note that it was never submitted, and pages that had failed before."""
+        self._failures = failures
         self._error = error
         self._submitted.set()
 

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from queue import SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hostmem import ClosedError, Device, Event
+from hostmem import ClosedError, Device, Event, Stream
 from hostmem.device import fresh
 from hostmem.device.cuda import CudaEvent
 from kvtier.transfer.jobs import Dependencies, TransferEvent
 from kvtier.transfer.page_events import behind
-from kvtier.transfer.plan import CopyPlan
 
-__all__ = ["Lane", "Which"]
+__all__ = ["Lane", "Which", "Work"]
 
 Which = NDArray[np.intp] | slice
 """Places of pages in a batch; indexes an array of the batch."""
-_Job = tuple[Callable[[Which], CopyPlan], int, Dependencies, TransferEvent]
+Work = Callable[[Which, Stream], None]
+"""Submits the copies of pages of a batch to a stream."""
+_Job = tuple[Work, int, Dependencies, TransferEvent]
 
 
 class Lane:
@@ -50,16 +51,15 @@ class Lane:
             self._stream.close()
             raise
 
-    def submit(
-        self, plan: Callable[[Which], CopyPlan], pages: int, after: Dependencies
-    ) -> TransferEvent:
+    def submit(self, work: Work, pages: int, after: Dependencies) -> TransferEvent:
         """Queue a batch of copies; returns at once.
 
         Parameters
         ----------
-        plan : callable
-            Makes the plan, on the lane's thread, when the destination may be written; it may block
-            until memory is usable. Given the pages to copy: those whose data did not fail.
+        work : callable
+            Submits them, on the lane's thread, when the destination may be written; it may block
+            until memory is usable. Given the pages to copy, those whose data did not fail, and the
+            stream. What it raises is why the pages failed.
         pages : int
             How many there are.
         after : Dependencies
@@ -73,28 +73,28 @@ class Lane:
         if self._closed:
             raise ClosedError("the copy lane was closed")
         event = TransferEvent(pages)
-        self._jobs.put((plan, pages, after, event))
+        self._jobs.put((work, pages, after, event))
         return event
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            plan, pages, after, event = job
+            work, pages, after, event = job
+            failures: Mapping[int, BaseException] = {}
             try:
                 self._wait(after)
                 failures = after.failures(pages)
                 if failures and len(failures) == pages:
                     error = next(iter(failures.values()))
                     raise fresh(error) from error
-                copies = plan(_without(failures, pages) if failures else slice(None))
-                self._stream.copy(copies.destinations, copies.sources, copies.sizes)
+                work(_without(failures, pages) if failures else slice(None), self._stream)
                 event.submitted(self._stream.record(), failures)
             except BaseException as error:  # it belongs to whoever needs the copy
                 with contextlib.suppress(Exception):  # a GPU that fails ends all waits like this
                     after.wait_finished()
                 with contextlib.suppress(Exception):
-                    self._stream.synchronize()  # a refused batch may have been submitted in part
-                event.failed(error)
-            del job, plan, after, event
+                    self._stream.synchronize()  # what failed may have been submitted in part
+                event.failed(error, failures)
+            del job, work, after, event, failures
 
     def _wait(self, after: Dependencies) -> None:
         """Order the stream after what the device itself does; wait here for the rest."""

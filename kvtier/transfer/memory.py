@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hostmem import CudaMemory, HostMem
 from kvtier.transfer.disk import SlotFile
 
-__all__ = ["DiskPool", "Ids", "MemoryPool", "PageMemory", "Pool"]
+__all__ = ["AddressedPool", "DiskPool", "Ids", "MemoryPool", "PageMemory", "Pool"]
 
 Ids = NDArray[np.int32]
 
@@ -34,6 +34,19 @@ class Pool(Protocol):
 
     def close(self) -> None:
         """Give the memory back."""
+
+
+class AddressedPool(Pool, Protocol):
+    """A pool that copies reach by address."""
+
+    def addresses(self, ids: Ids) -> NDArray[np.uint64]:
+        """Give the addresses of slots; shape (slots,)."""
+
+    def registration_index(self, addresses: NDArray[np.uint64]) -> NDArray[np.int64] | None:
+        """Give the number of the registration that holds each address; None: copies may span."""
+
+    def wait_usable(self, ids: Ids) -> None:
+        """Block until slots are usable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +121,17 @@ class PageMemory:
     ----------
     pools : sequence of Pool
         In the order in which their slots make up a page.
+    group : int
+        Index of the pool group.
+    hot : bool
+        Whether pages are in the layout that attention reads, even in a single pool, and become
+        whole pages on their way to other levels; several pools always are.
     """
 
-    def __init__(self, pools: Sequence[Pool]) -> None:
+    def __init__(self, pools: Sequence[Pool], group: int = 0, *, hot: bool = False) -> None:
         self.pools = tuple(pools)
+        self.group = group
+        self.hot = hot or len(self.pools) > 1
         self.offsets = tuple(accumulate((p.slot_size for p in self.pools[:-1]), initial=0))
         """Bytes from the start of a page to each pool's slot."""
         self.page_bytes = sum(pool.slot_size for pool in self.pools)

@@ -61,14 +61,16 @@ class CopyPlan:
         """
         if len(self.sizes) < 2:
             return self
-        order = np.argsort(self.sources, kind="stable")
+        order = self.sources.argsort(kind="stable")
         to, start, size = self.destinations[order], self.sources[order], self.sizes[order]
         joins = (start[1:] == start[:-1] + size[:-1]) & (to[1:] == to[:-1] + size[:-1])
+        if not joins.any():
+            return self  # before registrations are looked up, which costs more
         for space, addresses in ((destination, to), (source, start)):
             index = space.registration_index(addresses)
             if index is not None:
                 joins &= index[1:] == index[:-1]
         if not joins.any():
             return self
-        first = np.flatnonzero(np.concatenate(([True], ~joins)))
+        (first,) = np.concatenate(([True], ~joins)).nonzero()
         return type(self)(to[first], start[first], np.add.reduceat(size, first))

@@ -36,14 +36,14 @@ ROWS: dict[str, list[set[str]]] = {
         {"__main__", "testing"},
     ],
     "kvtier": [
-        {"transfer", "slots", "quota", "plan", "layout", "config"},
-        {"page", "pools", "eviction"},
+        {"transfer", "slots", "quota", "plan", "layout", "config", "config_file", "keys"},
+        {"page", "pools", "eviction", "latch"},
         {"levels", "stats"},
         {"mover"},
         {"storage"},
         {"manager", "blocks", "ranks"},
         {"__init__"},
-        {"__main__", "integrations", "replay", "testing"},
+        {"__main__", "integrations", "metrics", "replay", "testing"},
     ],
 }
 

@@ -13,9 +13,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from hostmem import HostEvent, OutOfPagesError
+from hostmem import (
+    ClosedError,
+    CorruptedError,
+    DiskOOMError,
+    HostEvent,
+    OutOfPagesError,
+    ResourceBusyError,
+)
 from hostmem.testing import FaultPlan
-from kvtier import AttentionLayerConfig, BlockCache, BufferConfig, Page, TierStorage
+from kvtier import (
+    AttentionLayerConfig,
+    BlockCache,
+    BufferConfig,
+    HostCacheTierConfig,
+    KVCacheManagerConfig,
+    Page,
+    TierStorage,
+    levels,
+)
+from kvtier.transfer.memory import MemoryPool
 
 if TYPE_CHECKING:
     from tests.kvtier.conftest import Gate, Tiers
@@ -250,10 +267,10 @@ def test_acquiring_more_than_fits_beside_what_is_held_changes_nothing(
     blocks.store(0, 1, 2, 3)
     blocks.store(4, 5, 6, 7)
     with blocks.cache.acquire([4, 5, 6]):
-        before = blocks.tiers.order(blocks.storage), blocks.storage.stats()
+        before = blocks.tiers.order(blocks.storage), blocks.storage.stats().levels
         with pytest.raises(OutOfPagesError):
             blocks.cache.acquire([0, 1])
-        assert (blocks.tiers.order(blocks.storage), blocks.storage.stats()) == before
+        assert (blocks.tiers.order(blocks.storage), blocks.storage.stats().levels) == before
         assert blocks.pages(0)[0].leases == 0
         assert blocks.read(0) == [0]
 
@@ -422,7 +439,7 @@ def test_a_block_is_moved_only_when_it_is_computed(
 # ------------------------------------------------------------------------------ failures
 
 
-def test_a_block_whose_copy_failed_is_told_to_who_waits_and_then_gone(
+def test_a_block_that_could_not_be_brought_is_told_to_who_waits_and_stays_where_it_was(
     build: Callable[..., Blocks], caplog: pytest.LogCaptureFixture
 ) -> None:
     blocks = build(4, 4)
@@ -434,10 +451,10 @@ def test_a_block_whose_copy_failed_is_told_to_who_waits_and_then_gone(
         plan.fail(COPY, errno.EFAULT, at=2)
         with blocks.cache.acquire([0]) as lease, pytest.raises(OSError, match=COPY):
             lease.wait()
-    assert 0 not in blocks.cache
-    assert blocks.cache.lost == 1
-    assert "block 0 is lost" in caplog.text
-    blocks.store(0)
+    assert 0 in blocks.cache
+    assert blocks.cache.lost == 0
+    assert "stays in level host" in caplog.text
+    assert blocks.pages(0)[0].level == 1
     assert blocks.read(0) == [0]
     blocks.storage._check()
 
@@ -455,7 +472,7 @@ def test_a_block_that_was_lost_on_its_way_down_is_not_found(build: Callable[...,
     assert blocks.read(1, 0, 2) == [1, 0, 2]
 
 
-def test_a_block_that_is_lost_while_several_hold_it_goes_with_the_last(
+def test_a_block_that_could_not_be_brought_to_several_returns_with_the_last(
     build: Callable[..., Blocks],
 ) -> None:
     blocks = build(4, 4)
@@ -472,7 +489,8 @@ def test_a_block_that_is_lost_while_several_hold_it_goes_with_the_last(
     assert 0 in blocks.cache
     assert len(blocks.cache.acquire([0])) == 0  # but nobody else gets it
     second.release()
-    assert 0 not in blocks.cache
+    assert blocks.pages(0)[0].level == 1
+    assert blocks.read(0) == [0]
 
 
 def test_a_block_that_was_never_computed_is_never_served(build: Callable[..., Blocks]) -> None:
@@ -502,6 +520,166 @@ def test_a_lost_block_that_is_evicted_is_counted_and_forgotten(
     assert [key in blocks.cache for key in range(7)] == [False, False] + [True] * 5
     assert blocks.cache.lost == 2
     assert blocks.read(2, 3, 4, 5) == [2, 3, 4, 5]
+
+
+def test_a_first_level_of_host_memory_is_written_once_it_is_filled(
+    tiers: Tiers, spawn: Spawn
+) -> None:
+    layer = AttentionLayerConfig(0, [BufferConfig("kv", MIB)])
+    config = KVCacheManagerConfig(16, [HostCacheTierConfig("8MiB", "8MiB")], [layer])
+    with FaultPlan() as plan:
+        held = plan.hold("cuMemHostRegister")
+        with TierStorage(config, device="cpu") as storage:
+            cache = BlockCache[int](storage)
+            with cache.reserve([1]) as fresh:
+                waiting = spawn(fresh.wait)
+                held.wait_reached()
+                assert not waiting.done()
+                held.release()
+                waiting.result(20)
+                tiers.write(storage, fresh._pages()[0], 1)
+                fresh.commit()
+            with cache.acquire([1]) as lease:
+                lease.wait()
+                assert tiers.intact(storage, lease._pages()[0], 1)
+
+
+# --------------------------------------------------------- what stays, and what goes first
+
+
+def test_kept_blocks_move_down_and_are_never_dropped(build: Callable[..., Blocks]) -> None:
+    blocks = build(4, 4)
+    blocks.store(0, 1, 2, 3)
+    blocks.cache.keep([0, 1])
+    for first in range(4, 24, 4):
+        blocks.store(*range(first, first + 4))
+    assert [key for key in range(24) if key in blocks.cache] == [0, 1, 18, 19, 20, 21, 22, 23]
+    assert blocks.read(0, 1) == [0, 1]
+    blocks.cache.keep([0, 1], False)
+    for first in range(24, 36, 4):
+        blocks.store(*range(first, first + 4))
+    assert 0 not in blocks.cache
+    blocks.storage._check()
+
+
+def test_kept_blocks_that_fill_every_level_leave_no_room(build: Callable[..., Blocks]) -> None:
+    blocks = build(4, 4)
+    blocks.store(*range(4))
+    blocks.store(*range(4, 8))
+    blocks.cache.keep(range(8))
+    with pytest.raises(OutOfPagesError):
+        blocks.cache.reserve([8])
+    assert blocks.read(4, 5, 6, 7) == [4, 5, 6, 7]
+    with pytest.raises(OutOfPagesError):  # a swap needs a free slot
+        blocks.cache.acquire([0])
+    blocks.cache.drop([4])
+    assert blocks.read(0) == [0]
+    blocks.storage._check()
+
+
+def test_a_kept_block_that_cannot_be_moved_stays_and_no_room_is_made(
+    build: Callable[..., Blocks],
+) -> None:
+    blocks = build(4, 0, 8)
+    blocks.store(0, 1, 2, 3)
+    blocks.cache.keep([0])
+    with FaultPlan() as plan:
+        plan.fail("pwritev", errno.ENOSPC, times=None)
+        with pytest.raises(OutOfPagesError, match="kept pages") as caught:
+            blocks.cache.reserve([4])
+    assert isinstance(caught.value.__cause__, DiskOOMError)
+    assert blocks.pages(0)[0].level == 0
+    assert blocks.read(0, 1, 2, 3) == [0, 1, 2, 3]
+    blocks.storage._check()
+    blocks.store(4)
+    assert blocks.read(0, 4) == [0, 4]
+
+
+def test_blocks_of_a_lower_priority_go_first(build: Callable[..., Blocks]) -> None:
+    blocks = build(4, 4)
+    blocks.store(0, 1)
+    blocks.store(2, 3)
+    blocks.cache.set_priority([0], 5)
+    blocks.cache.set_priority([3], -1)
+    blocks.store(4)
+    assert blocks.pages(3)[0].level == 1
+    blocks.store(5)
+    assert blocks.pages(1)[0].level == 1
+    assert blocks.pages(0)[0].level == 0
+    with blocks.cache.reserve([6], priority=-2) as fresh:
+        fresh.commit()
+    blocks.store(7)
+    assert blocks.pages(6)[0].level == 1
+    with pytest.raises(KeyError):
+        blocks.cache.set_priority([0, 99], 1)
+    assert blocks.pages(0)[0].priority == 5
+    blocks.storage._check()
+
+
+def test_a_dropped_block_is_gone_and_a_leased_one_is_not_dropped(
+    build: Callable[..., Blocks],
+) -> None:
+    blocks = build(4, 4)
+    blocks.store(0, 1, 2)
+    blocks.cache.keep([2])
+    with blocks.cache.acquire([0]), pytest.raises(ResourceBusyError, match="leased"):
+        blocks.cache.drop([1, 0])
+    assert 1 in blocks.cache
+    assert blocks.cache.drop([0, 2, 2, 99]) == 2
+    assert [key in blocks.cache for key in range(3)] == [False, True, False]
+    assert blocks.storage.stats().levels["gpu"].used == 1
+    blocks.storage._check()
+
+
+def test_a_block_that_could_not_be_read_can_be_computed_anew(build: Callable[..., Blocks]) -> None:
+    blocks = build(4, 0, 8)
+    blocks.store(0, 1, 2, 3)
+    blocks.store(4)
+    blocks.pages(0)[0].ready.synchronize()
+    with FaultPlan() as plan:
+        plan.fail("preadv", errno.EIO, times=None)
+        with blocks.cache.acquire([0]) as lease, pytest.raises(OSError, match="preadv"):
+            lease.wait()
+    assert 0 in blocks.cache  # where it was
+    blocks.store(0)
+    assert blocks.read(0) == [0]
+    blocks.storage._check()
+
+
+def test_hits_and_misses_are_counted_by_level(build: Callable[..., Blocks]) -> None:
+    blocks = build(4, 4)
+    blocks.store(0, 1, 2, 3)
+    blocks.store(4)
+    with blocks.storage.scope() as scope:
+        blocks.read(0, 4, 9, 1)
+    assert scope.activity.hits == {"host": 1, "gpu": 1}
+    assert scope.activity.misses == 2
+
+
+def test_a_broken_invariant_ends_the_use_of_its_storage_alone(build: Callable[..., Blocks]) -> None:
+    blocks, other = build(4, 4), build(4, 4)
+    blocks.store(0, 1, 2, 3)
+    other.store(0)
+    lane = blocks.storage._mover._copier._down
+    lane._closed = True  # what it is given now will never be copied
+    with pytest.raises(CorruptedError, match="ClosedError") as caught:
+        blocks.cache.reserve([4])
+    lane._closed = False
+    assert isinstance(caught.value.__cause__, ClosedError)
+    with pytest.raises(CorruptedError, match="ClosedError"):
+        blocks.cache.acquire([0])
+    assert other.read(0) == [0]
+    # A copy that nobody knows of may still run: the memory is not unmapped.
+    pool = blocks.storage.levels[0].groups[0].memory.pools[0]
+    assert isinstance(pool, MemoryPool)
+    address = pool.memory.address
+    blocks.storage.close()
+    assert blocks.tiers.raw(address, 1).size
+    assert {id(group) for group in levels._leaked} == {
+        id(level.groups[0]) for level in blocks.storage.levels
+    }
+    while levels._leaked:
+        levels._leaked.pop().close()
 
 
 # ------------------------------------------------------------------------------ threads

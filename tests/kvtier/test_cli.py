@@ -15,7 +15,9 @@ from types import ModuleType
 import pytest
 
 from hostmem.errors import CorruptedError, HostOOMError
+from hostmem.testing import FaultPlan
 from kvtier.__main__ import main
+from kvtier.config_file import load_config
 from kvtier.replay import Latency, LevelUse, Progress, ReplayOptions, ReplayResult, Request
 
 KVTIER = [sys.executable, "-W", "error", "-m", "kvtier"]
@@ -154,6 +156,11 @@ def test_a_malformed_line_is_refused_by_its_number(
         ("replay trace.jsonl --metadata-only --json .", "is a directory, not a file"),
         ("replay trace.jsonl --metadata-only --json trace.jsonl", "would replace the trace"),
         ("replay trace.jsonl --meta", "unrecognized arguments: --meta"),
+        ("plan", "required: CONFIG"),
+        ("plan missing.toml", "missing.toml: No such file or directory"),
+        ("plan trace.jsonl", "trace.jsonl: the name must end in .toml or .json"),
+        ("plan trace.jsonl --device cpu", "--device needs --check"),
+        ("plan trace.jsonl --check --device tpu", "--device: expected cpu, auto or a GPU ordinal"),
         ("trace --requests 0", "--requests: expected a whole number from 1, not '0'"),
         ("trace --seed x", "--seed: invalid int value: 'x'"),
         ("trace --out missing/trace.jsonl", "missing/trace.jsonl: No such file or directory"),
@@ -164,7 +171,7 @@ def test_a_request_that_cannot_be_honoured_is_refused(
 ) -> None:
     before = trace.read_bytes()
     done = run(*arguments.split(), cwd=trace.parent)
-    if arguments.startswith(("replay", "trace")):
+    if arguments.startswith(("replay", "trace", "plan")):
         refused(done, message)
     else:
         assert done.returncode == 2
@@ -229,6 +236,83 @@ def test_a_reader_that_goes_away_ends_it_in_silence(endless: subprocess.Popen[st
     endless.stdout.close()
     errors = endless.stderr.read()
     assert (endless.wait(timeout=30), errors) == (141, "")
+
+
+# ----------------------------------------------------------------------------------- plan
+
+CONFIG = """
+tokens_per_block = 16
+[[cache_tiers]]
+tier = "gpu"
+quota = "8MiB"
+[[cache_tiers]]
+tier = "host"
+quota = "1PiB"
+page_mode = "hugetlb-12KiB"
+[[cache_tiers]]
+tier = "disk"
+quota = "4TiB"
+path = "/a/machine/that/is/not/here"
+[[layers]]
+count = 40
+buffers = { key = "16KiB", value = "16KiB" }
+[[layers]]
+count = 40
+sliding_window_size = 1024
+buffers = { key = "16KiB", value = "16KiB" }
+"""
+
+
+def test_a_plan_for_another_machine_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "cache.toml").write_text(CONFIG)
+    done = run("plan", "cache.toml", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{load_config(tmp_path / 'cache.toml').plan()}\n"
+
+
+def test_a_plan_is_printed_for_programs(tmp_path: Path) -> None:
+    (tmp_path / "cache.toml").write_text(CONFIG)
+    done = run("plan", "cache.toml", "--json", cwd=tmp_path)
+    plan = load_config(tmp_path / "cache.toml").plan()
+    assert json.loads(done.stdout) == json.loads(json.dumps(plan.as_json()))
+
+
+def test_a_plan_can_be_checked_on_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cache.toml"
+    path.write_text(CONFIG)
+    assert main(["plan", str(path), "--check", "--device", "cpu"]) == 2
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert "host.page_mode: 'hugetlb-12KiB'" in errors
+    assert "disk.path: '/a/machine/that/is/not/here' does not exist" in errors
+
+    here = CONFIG.replace("hugetlb-12KiB", "small").replace("/a/machine/that/is/not/here", "/")
+    path.write_text(here)
+    assert main(["plan", str(path), "--check", "--device", "cpu"]) == 2
+    assert "host.quota: 1 PiB (1,125,899,906,842,624 B) is above the" in capsys.readouterr().err
+
+    path.write_text(here.replace("1PiB", "8MiB").replace("4TiB", "8MiB"))
+    assert main(["plan", str(path), "--check", "--device", "cpu"]) == 0
+    assert capsys.readouterr() == (f"{load_config(path).plan()}\n", "")
+
+
+def test_a_plan_allocates_nothing(tmp_path: Path) -> None:
+    (tmp_path / "cache.toml").write_text(CONFIG)
+    with FaultPlan() as plan:
+        assert main(["plan", str(tmp_path / "cache.toml")]) == 0
+    assert plan.log == []
+
+
+def test_a_configuration_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cache.toml").write_text(CONFIG.replace('"8MiB"', '"1MiB"'))
+    refused(run("plan", "cache.toml", cwd=tmp_path), "gpu.quota: 1 MiB")
+
+
+def test_a_slip_in_a_configuration_is_named_by_its_place(tmp_path: Path) -> None:
+    (tmp_path / "cache.toml").write_text(CONFIG.replace("path =", "folder ="))
+    refused(run("plan", "cache.toml", cwd=tmp_path), "cache.toml: cache_tiers[2].path: missing")
 
 
 # -------------------------------------------------------------------------- with real bytes

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from hostmem import huge_pages, machine
+from hostmem.page_mode import resolve_page_mode
 from kvtier.config import (
     AttentionLayerConfig,
     BufferConfig,
@@ -101,9 +107,73 @@ def test_a_bound_below_the_quota_is_refused() -> None:
         wrong.validate()
 
 
-def test_an_unknown_page_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"host\.page_mode: 'giant' is none of small, huge"):
-        HostCacheTierConfig("32MiB", page_mode="giant").validate()
+@pytest.mark.parametrize("mode", ["giant", "hugetlb-12KiB", "hugetlb-many"])
+def test_page_modes_are_those_of_the_host_memory_on_this_machine(mode: str) -> None:
+    with pytest.raises(ValueError, match="page_mode") as hostmems:
+        resolve_page_mode(mode, machine())
+    with pytest.raises(ValueError, match=r"host\.page_mode") as ours:
+        HostCacheTierConfig("32MiB", page_mode=mode).validate()
+    assert str(ours.value) == f"host.{hostmems.value}"
+
+
+def test_a_pool_of_huge_pages_is_a_page_mode_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(huge_pages, "pools", lambda root: {2 * MIB: None, GIB: None})
+    HostCacheTierConfig("32MiB", page_mode="hugetlb-1GiB").validate()
+
+
+def test_a_bad_environment_is_named_for_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTMEM_THP", "yes")
+    with pytest.raises(ValueError, match=r"^HOSTMEM_THP: 'yes'"):
+        HostCacheTierConfig("32MiB").validate()
+    HostCacheTierConfig("32MiB", page_mode="small").validate()
+
+
+def test_what_only_this_machine_knows_can_be_left_out(tmp_path: Path) -> None:
+    elsewhere = cache(
+        HostCacheTierConfig("32MiB", page_mode="hugetlb-12KiB"),
+        DiskCacheTierConfig("32MiB", tmp_path / "missing"),
+    )
+    elsewhere.validate(here=False)
+    assert len(elsewhere.plan().levels) == 2
+    with pytest.raises(ValueError, match=r"host\.page_mode: .*disk\.path: .* does not exist"):
+        elsewhere.validate()
+
+
+def test_an_unknown_compression_is_refused_on_any_machine(tmp_path: Path) -> None:
+    wrong = DiskCacheTierConfig("32MiB", tmp_path, compression="zip")
+    with pytest.raises(ValueError, match=r"disk\.compression: 'zip' is not known; give 'blosc2'"):
+        wrong.validate(here=False)
+
+
+def test_a_compression_that_is_not_installed_is_refused_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "blosc2", None)
+    wrong = DiskCacheTierConfig("32MiB", tmp_path, compression="blosc2")
+    wrong.validate(here=False)
+    with pytest.raises(ValueError, match=r"pip install hostmem\[blosc2\]"):
+        wrong.validate()
+
+
+def test_what_cannot_be_built_yet_can_be_planned_with_and_is_refused_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("blosc2")
+    module.__spec__ = ModuleSpec("blosc2", None)
+    monkeypatch.setitem(sys.modules, "blosc2", module)
+    tier = DiskCacheTierConfig("32MiB", tmp_path, compression="blosc2", persist=True)
+    tier.validate(here=False)
+    with pytest.raises(ValueError, match=r"disk\.persist: .*disk\.compression: "):
+        tier.validate()
+
+
+def test_a_disk_tier_forgets_and_does_not_compress_unless_told(tmp_path: Path) -> None:
+    plain = DiskCacheTierConfig("1GiB", tmp_path)
+    assert (plain.persist, plain.compression) == (False, None)
+    assert replace(plain, persist=True).persist
+    assert replace(plain, persist=True) != plain
 
 
 def test_a_missing_disk_directory_is_refused(tmp_path: Path) -> None:
@@ -154,11 +224,12 @@ def test_a_share_that_holds_no_page_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kinds", "named"),
     [
-        ("h", "host"),
         ("hg", "host, gpu"),
         ("gg", "gpu, gpu"),
         ("ghh", "gpu, host, host"),
         ("gdh", "gpu, disk, host"),
+        ("dh", "disk, host"),
+        ("dd", "disk, disk"),
     ],
 )
 def test_tiers_out_of_order_are_refused(tmp_path: Path, kinds: str, named: str) -> None:
@@ -173,6 +244,19 @@ def test_tiers_out_of_order_are_refused(tmp_path: Path, kinds: str, named: str) 
 
 def test_the_host_tier_may_be_left_out(tmp_path: Path) -> None:
     cache(GpuCacheTierConfig("8MiB"), DiskCacheTierConfig("8MiB", tmp_path)).validate()
+
+
+@pytest.mark.parametrize("kinds", ["h", "hd"])
+def test_the_gpu_tier_may_be_left_out(tmp_path: Path, kinds: str) -> None:
+    made = {"h": HostCacheTierConfig("8MiB"), "d": DiskCacheTierConfig("8MiB", tmp_path)}
+    config = cache(*(made[kind] for kind in kinds))
+    config.validate()
+    assert not any(level.hot for level in config.plan().levels)
+
+
+def test_a_disk_tier_alone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="disk alone; it needs a gpu or a host tier above it"):
+        cache(DiskCacheTierConfig("8MiB", tmp_path)).validate()
 
 
 def test_no_tiers_and_no_layers_are_refused_in_one_answer() -> None:
@@ -238,6 +322,47 @@ def test_a_bad_share_for_resuming_is_refused(share: float) -> None:
 def test_a_block_has_at_least_one_token() -> None:
     with pytest.raises(ValueError, match="tokens_per_block: 0 is below the minimum of 1 token"):
         cache(tokens=0).validate()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "named"),
+    [
+        (KVCacheManagerConfig, (16.5, [], []), r"tokens_per_block: .*whole number, not 16\.5"),
+        (KVCacheManagerConfig, ("16", [], []), "tokens_per_block: .*whole number, not '16'"),
+        (KVCacheManagerConfig, (True, [], []), "tokens_per_block: .*whole number, not True"),
+        (KVCacheManagerConfig, (16, ["gpu"], []), "cache_tiers: expected CacheTierCon.*not 'gpu'"),
+        (KVCacheManagerConfig, (16, [], [0]), "layers: expected AttentionLayerConfig, not 0"),
+        (KVCacheManagerConfig, (16, [], [], "1"), "max_util_for_resume: expected Real, not '1'"),
+        (KVCacheManagerConfig, (16, [], [], 1, ["3"]), "initial_pool_ratio: .* Real, not '3'"),
+        (KVCacheManagerConfig, (16, [], [], 1, [True]), "initial_pool_ratio: .* Real, not True"),
+        (AttentionLayerConfig, (7, ["key"]), "layer 7: buffers: expected BufferConf.*not 'key'"),
+        (AttentionLayerConfig, ("0", []), "layer_id: expected a whole number, not '0'"),
+        (AttentionLayerConfig, (7, [], 2.5), r"layer 7: sliding_window_size: .*not 2\.5"),
+        (AttentionLayerConfig, (7, [], 8, "4"), "layer 7: num_sink_tokens: .*not '4'"),
+        (BufferConfig, (3, 64), "role of a buffer: expected text, not 3"),
+        (BufferConfig, ("key", 1.5), r"size of buffer 'key': .*float 1\.5"),
+        (HostCacheTierConfig, (8, None, "no"), "host.allow_remote_numa_fallback: .*not 'no'"),
+        (GpuCacheTierConfig, (None,), "gpu.quota: .*NoneType None"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_at_construction(
+    kind: Any, arguments: tuple[Any, ...], named: str
+) -> None:
+    with pytest.raises(TypeError, match=named):
+        kind(*arguments)
+
+
+def test_whether_a_disk_tier_persists_is_true_or_false() -> None:
+    with pytest.raises(TypeError, match=r"disk\.persist: expected True or False, not 1"):
+        DiskCacheTierConfig(8, "/", persist=cast(bool, 1))
+
+
+def test_numbers_of_other_libraries_become_integers() -> None:
+    tokens, layer_id, window = cast(tuple[int, ...], np.array([16, 3, 64], np.int16))
+    config = cache(tokens=tokens, layers=[layer(layer_id, window)])
+    assert type(config.tokens_per_block) is int
+    assert type(config.layers[0].layer_id) is int
+    assert type(config.layers[0].sliding_window_size) is int
 
 
 def test_a_plan_is_made_from_a_valid_configuration_only() -> None:

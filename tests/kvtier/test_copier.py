@@ -3,92 +3,33 @@
 from __future__ import annotations
 
 import errno
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import permutations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from hostmem import CpuDevice, CudaDevice, CudaMemory, Device, Event, HostEvent, HostMem
+from hostmem import ClosedError, CpuDevice, CudaDevice, Device, HostEvent, HostMem
 from hostmem.testing import FakeDriver, FaultPlan
 from kvtier import PageCopier
 from kvtier.transfer import copier as copier_module
 from kvtier.transfer.disk import SlotFile
 from kvtier.transfer.jobs import Dependencies
-from kvtier.transfer.memory import DiskPool, MemoryPool, PageMemory
-from kvtier.transfer.page_events import BatchEvent, gathered
+from kvtier.transfer.memory import DiskPool, Ids, MemoryPool, PageMemory
+from kvtier.transfer.page_events import BatchEvent, PageEvents, gathered
+from kvtier.transfer.plan import Addresses
+from tests.kvtier.copier_bench import PAGES, Bench, finish, ids
 
 if TYPE_CHECKING:
     from tests.kvtier.conftest import Gate, Tiers
     from tests.threads import Spawn
 
 NOTHING = Dependencies()
-PAGES = 16
 HOT = {"one-pool": (12288,), "three-pools": (4096, 2048, 6144), "odd": (5000,)}
-Bytes = NDArray[np.uint8]
-
-
-class Bench:
-    """Memories of one pool group, and a copier between them."""
-
-    def __init__(self, device: Device, folder: Path, tiers: Tiers, stack: ExitStack) -> None:
-        self.device = device
-        self._folder = folder
-        self._tiers = tiers
-        self._stack = stack
-
-    def copier(self, page: int, *, staged: bool = True) -> PageCopier:
-        copier = PageCopier(self.device, page, staged=staged)
-        self._stack.callback(copier.close)
-        return copier
-
-    def host(self, *sizes: int, pages: int = PAGES) -> PageMemory:
-        """Make pools in host memory, in several registrations."""
-        pools = []
-        for size in sizes:
-            unit = size * 4
-            memory = HostMem(
-                pages * size, device=self.device, slot_size=size, commit_unit=unit, wait=True
-            )
-            self._stack.callback(memory.close)
-            pools.append(MemoryPool(memory, size))
-        return PageMemory(pools)
-
-    def gpu(self, *sizes: int) -> PageMemory:
-        """Make pools in the memory of a GPU."""
-        pools = []
-        for size in sizes:
-            assert isinstance(self.device, CudaDevice)
-            memory = CudaMemory(self.device, PAGES * size, PAGES * size, PAGES * size)
-            self._stack.callback(memory.close)
-            pools.append(MemoryPool(memory, size))
-        return PageMemory(pools)
-
-    def hot(self, *sizes: int) -> PageMemory:
-        return self.gpu(*sizes) if self.device.kind == "cuda" else self.host(*sizes)
-
-    def disk(self, size: int) -> PageMemory:
-        file = SlotFile(str(self._folder), size, PAGES)
-        self._stack.callback(file.close)
-        return PageMemory([DiskPool(file)])
-
-    def slot(self, pool: Any, slot: int) -> Bytes:
-        assert isinstance(pool, MemoryPool)
-        return self._tiers.raw(pool.memory.address + slot * pool.slot_size, pool.slot_size)
-
-    def put(self, memory: PageMemory, *slots: int) -> list[Bytes]:
-        """Write something of its own into each page; give the pages."""
-        pages = [self._tiers.content(slot + 1, memory.page_bytes) for slot in slots]
-        for slot, page in zip(slots, pages, strict=True):
-            for pool, offset in zip(memory.pools, memory.offsets, strict=True):
-                self.slot(pool, slot)[:] = page[offset : offset + pool.slot_size]
-        return pages
-
-    def get(self, memory: PageMemory, slot: int) -> Bytes:
-        return np.concatenate([self.slot(pool, slot) for pool in memory.pools])
 
 
 @pytest.fixture(params=["cpu", "gpu-like"])
@@ -104,19 +45,8 @@ def bench(device: Device, tmp_path: Path, tiers: Tiers) -> Iterator[Bench]:
 
 @pytest.fixture
 def few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the staging buffer hold three pages of 12 KiB."""
-    monkeypatch.setattr(copier_module, "_STAGING_BYTES", 3 * 12288)
-
-
-def ids(*slots: int) -> NDArray[np.int32]:
-    return np.array(slots, np.int32)
-
-
-def finish(events: Sequence[tuple[int, Event]]) -> list[int]:
-    """Wait for a copy; give how many pages each of its events stands for."""
-    for _, event in events:
-        event.synchronize()
-    return [count for count, _ in events]
+    """Let the staging buffer hold six pages of 12 KiB: a batch takes half of them at a time."""
+    monkeypatch.setattr(copier_module, "_STAGING_BYTES", 6 * 12288)
 
 
 # ------------------------------------------------------------------------ the pairs of kinds
@@ -352,6 +282,192 @@ def test_a_read_into_memory_that_is_still_being_filled_waits_for_it_too(
         held.release()
         up.synchronize()
         assert np.array_equal(bench.get(filling, 3), page)
+
+
+# ---------------------------------------------------------------------------------- buffers
+
+TWO_POOLS = (4096, 8192)  # the file cannot read into such a page
+
+
+def half_of_the_pages(bench: Bench, copier: PageCopier) -> tuple[PageMemory, PageMemory]:
+    """Make a hot level and a disk level that each hold content(slot + 1) in slots 0 to 7."""
+    hot, disk = bench.hot(*TWO_POOLS), bench.disk(12288)
+    bench.put(hot, *range(8))
+    finish(copier.copy(hot, ids(*range(8)), disk, ids(*range(8)), NOTHING, up=False))
+    return hot, disk
+
+
+@pytest.mark.usefixtures("few_buffers")
+def test_a_copy_never_waits_for_buffers_that_are_in_use(
+    bench: Bench, gate: Callable[[], Gate]
+) -> None:
+    """Whoever submits may be the one that has to open the gate."""
+    copier = bench.copier(12288)
+    hot, disk = half_of_the_pages(bench, copier)
+    shut = gate()
+    behind = Dependencies((shut,))
+    low, high = ids(*range(8)), ids(*range(8, 16))
+    events = copier.copy(hot, low, disk, high, behind, up=False)  # more than there are buffers
+    events += copier.copy(disk, low, hot, high, NOTHING, up=True)
+    events += copier.relocate(disk, high, low, Dependencies((events[2][1],)))
+    assert [count for count, _ in events] == [3, 3, 2] * 3
+    shut.wait_asked()
+    assert not any(event.query() for _, event in events[:3])
+    shut.set()
+    finish(events)
+    for slot in range(8):
+        assert np.array_equal(bench.get(hot, slot + 8), bench.content(slot))
+
+
+@pytest.mark.usefixtures("few_buffers")
+@pytest.mark.parametrize("order", list(permutations(range(4))), ids=str)
+def test_copies_of_both_directions_never_wait_for_each_other_in_a_circle(
+    cpu: CpuDevice,
+    tmp_path: Path,
+    tiers: Tiers,
+    gate: Callable[[], Gate],
+    order: tuple[int, ...],
+) -> None:
+    """Each takes all buffers, and all are shut in when they are submitted."""
+    with ExitStack() as stack:
+        bench = Bench(cpu, tmp_path, tiers, stack)
+        copier = bench.copier(12288)
+        hot, disk = half_of_the_pages(bench, copier)
+        gates = [gate() for _ in range(4)]
+        down, up, within, back = (Dependencies((one,)) for one in gates)
+        events = copier.copy(hot, ids(*range(6)), disk, ids(*range(8, 14)), down, up=False)
+        events += copier.copy(disk, ids(*range(6)), hot, ids(*range(8, 14)), up, up=True)
+        events += copier.relocate(disk, ids(*range(6)), ids(0, 1, 2, 3, 14, 15), within)
+        after = Dependencies(back.data, tuple(event for _, event in events))
+        events += copier.copy(hot, ids(*range(6)), disk, ids(*range(8, 14)), after, up=False)
+        for which in order:
+            gates[which].set()
+        finish(events)
+        for slot in range(6):
+            assert np.array_equal(bench.get(hot, slot + 8), bench.content(slot))
+
+
+@pytest.mark.usefixtures("few_buffers")
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_that_depend_on_each_other_all_end_and_bring_the_right_bytes(
+    bench: Bench, gate: Callable[[], Gate], seed: int
+) -> None:
+    copier, rng = bench.copier(12288), random.Random(seed)
+    hot, disk = half_of_the_pages(bench, copier)
+    there = {id(memory): [*range(8), *[None] * 8] for memory in (hot, disk)}
+    last: dict[tuple[int, int], list[PageEvents]] = {}  # by memory and slot: who used it last
+    shut = [gate() for _ in range(6)]
+    events: list[tuple[int, PageEvents]] = []
+    for _ in range(40):
+        source, to = rng.choice([(hot, disk), (disk, hot), (disk, disk)])
+        n = rng.randint(1, 7)
+        full = [slot for slot, page in enumerate(there[id(source)]) if page is not None]
+        old = rng.sample(full, min(n, len(full)))
+        new = rng.sample(range(PAGES), len(old))
+        if source is to and set(old) & set(new):
+            continue
+        used = [(id(source), slot) for slot in old] + [(id(to), slot) for slot in new]
+        earlier = {id(event): event for key in used for event in last.get(key, ())}
+        extra = [rng.choice(shut)] if rng.random() < 0.3 else []
+        after = Dependencies((*earlier.values(), *extra))
+        if source is to:
+            made = copier.relocate(disk, ids(*old), ids(*new), after)
+        else:
+            made = copier.copy(source, ids(*old), to, ids(*new), after, up=to is hot)
+        pages = [there[id(source)][slot] for slot in old]
+        for slot, page in zip(new, pages, strict=True):
+            there[id(to)][slot] = page
+        last |= {key: [event for _, event in made] for key in used}
+        events += made
+    for one in shut:
+        one.set()
+    finish(events)
+    for slot, page in enumerate(there[id(hot)]):
+        if page is not None:
+            assert np.array_equal(bench.get(hot, slot), bench.content(page))
+
+
+@pytest.mark.parametrize("what", ["down", "up", "within"])
+def test_buffers_are_in_use_until_the_last_step_is_done(bench: Bench, what: str) -> None:
+    copier = bench.copier(12288)
+    hot, disk = half_of_the_pages(bench, copier)
+    with FaultPlan() as plan:
+        held = plan.hold("process_vm_readv" if what == "up" else "pwritev")
+        if what == "within":
+            ((_, event),) = copier.relocate(disk, ids(0, 1), ids(8, 9), NOTHING)
+        elif what == "down":
+            ((_, event),) = copier.copy(hot, ids(0, 1), disk, ids(8, 9), NOTHING, up=False)
+        else:
+            ((_, event),) = copier.copy(disk, ids(0, 1), hot, ids(8, 9), NOTHING, up=True)
+        held.wait_reached()  # the first step is done
+        ring = copier._ring()
+        with ring.lend(ring.count) as loan:
+            assert loan.fences == (event,)
+        held.release()
+        event.synchronize()
+
+
+def test_nobody_reads_into_buffers_that_were_given_back(bench: Bench) -> None:
+    copier = bench.copier(12288)
+    hot, disk = half_of_the_pages(bench, copier)
+    copier.close()
+    with FaultPlan() as plan:
+        with pytest.raises(ClosedError):
+            copier.copy(disk, ids(0), hot, ids(8), NOTHING, up=True)
+        with pytest.raises(ClosedError):
+            copier.relocate(disk, ids(0), ids(9), NOTHING)
+        assert plan.calls("preadv") == []
+
+
+# ------------------------------------------------------------------------------------ names
+
+
+class Noting(SlotFile):
+    """A file that notes what its slots are called."""
+
+    def __init__(self, folder: str, slot_size: int, slots: int) -> None:
+        self.names: dict[int, bytes] = {}
+        super().__init__(folder, slot_size, slots)
+
+    def write(
+        self,
+        ids: Ids,
+        addresses: Addresses,
+        after: Dependencies,
+        names: Sequence[bytes] | None = None,
+    ) -> PageEvents:
+        self.names.update(zip(ids.tolist(), names or (), strict=names is not None))
+        return super().write(ids, addresses, after)
+
+
+@pytest.mark.usefixtures("few_buffers")
+@pytest.mark.parametrize("sizes", [(12288,), TWO_POOLS], ids=["direct", "staged"])
+def test_a_file_is_told_what_its_pages_are_called(
+    bench: Bench, tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    copier, hot = bench.copier(12288), bench.hot(*sizes)
+    file = Noting(str(tmp_path), 12288, PAGES)
+    with ExitStack() as stack:
+        stack.callback(file.close)
+        disk = PageMemory([DiskPool(file)])
+        bench.put(hot, 0, 1, 2, 3)
+        names = [b"a", b"b", b"c", b"d"]
+        finish(
+            copier.copy(hot, ids(0, 1, 2, 3), disk, ids(9, 1, 7, 4), NOTHING, up=False, names=names)
+        )
+        assert file.names == {9: b"a", 1: b"b", 7: b"c", 4: b"d"}
+        finish(copier.relocate(disk, ids(9, 1, 7, 4), ids(0, 2, 3, 5), NOTHING, names=names[::-1]))
+        assert file.names == {
+            9: b"a",
+            1: b"b",
+            7: b"c",
+            4: b"d",
+            0: b"d",
+            2: b"c",
+            3: b"b",
+            5: b"a",
+        }
+        finish(copier.copy(disk, ids(0, 2, 3, 5), hot, ids(4, 5, 6, 7), NOTHING, up=True))
 
 
 # ------------------------------------------------------------------------------------ close

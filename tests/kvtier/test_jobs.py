@@ -48,7 +48,7 @@ def test_a_submitted_transfer_is_as_the_event_of_the_device() -> None:
 
 def test_a_transfer_that_was_never_submitted_is_finished_with_its_error() -> None:
     event = TransferEvent(1)
-    event.failed(OSError(5, "gone"))
+    event.failed(OSError(5, "gone"), {})
     assert event.query()
     assert event.wait_submitted() is None
     assert isinstance(event.error, OSError)

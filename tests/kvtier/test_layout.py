@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from kvtier.config import AttentionLayerConfig, BufferConfig
 from kvtier.layout import BufferPlace, PoolLayout, group_layouts
 
@@ -57,3 +60,49 @@ def test_the_same_size_in_two_groups_makes_two_pools() -> None:
 
 def test_no_layers_make_no_groups() -> None:
     assert group_layouts([]) == ()
+
+
+# ------------------------------------------------------------------------------- stale blocks
+
+
+def test_all_attention_sees_every_block() -> None:
+    (group,) = group_layouts([layer(0, key=64)])
+    assert group.stale_blocks(10**6, 16) == (0, 0)
+
+
+def test_a_window_leaves_blocks_behind_that_it_has_left_whole() -> None:
+    # Of 4 tokens a block, a window of 6. The token at 9 sees from 4 on, so block 0 is left.
+    (group,) = group_layouts([layer(0, 6, key=64)])
+    assert [group.stale_blocks(tokens, 4) for tokens in (0, 8, 9, 12, 13)] == [
+        (0, 0),
+        (0, 0),
+        (0, 1),
+        (0, 1),
+        (0, 2),
+    ]
+
+
+def test_blocks_with_sinks_stay() -> None:
+    (group,) = group_layouts([layer(0, 6, 5, key=64)])
+    assert group.stale_blocks(9, 4) == (2, 2)
+    assert group.stale_blocks(21, 4) == (2, 4)
+
+
+@given(
+    st.integers(0, 80),
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.one_of(st.none(), st.integers(0, 20)),
+)
+def test_a_block_is_stale_if_the_token_sees_none_of_its_tokens(
+    tokens: int, per_block: int, window: int, sinks: int | None
+) -> None:
+    (group,) = group_layouts([layer(0, window, sinks, key=64)])
+    first, end = group.stale_blocks(tokens, per_block)
+    seen = {*range(max(0, tokens + 1 - window), tokens + 1), *range(sinks or 0)}
+    unseen = {
+        block
+        for block in range(tokens // per_block + 1)
+        if not seen.intersection(range(block * per_block, (block + 1) * per_block))
+    }
+    assert set(range(first, end)) == unseen
