@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -398,20 +399,27 @@ def test_a_truncated_file_is_an_error_and_not_garbage(
 # ---------------------------------------------------------------------------- room and size
 
 
-@pytest.fixture
-def room() -> Iterator[Callable[[int], None]]:
-    """Limit the size of files (RLIMIT_FSIZE): the kernel answers as a full disk would."""
+@contextlib.contextmanager
+def room(nbytes: int) -> Iterator[None]:
+    """Limit the size of files (RLIMIT_FSIZE): the kernel answers as a full disk would.
+
+    For a few lines only, and not until the test's end: pytest's own report is such a file too
+    where a runner writes it to one, and pytest ends without a word when it cannot write.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_file_for_which_there_is_no_room_is_an_error_and_nothing_is_kept(
-    tmp_path: Path, room: Callable[[int], None]
+    tmp_path: Path,
 ) -> None:
     before = sorted(os.listdir("/proc/self/fd")), threading.active_count()
-    room(100 * 4096)
-    with pytest.raises(DiskOOMError, match=r"no room for 404 KiB in .*lower the quota") as caught:
+    no_room = pytest.raises(DiskOOMError, match=r"no room for 404 KiB in .*lower the quota")
+    with no_room as caught, room(100 * 4096):
         SlotFile(str(tmp_path), 4096, 101)
     assert (caught.value.path, caught.value.nbytes) == (str(tmp_path), 101 * 4096)
     assert caught.value.free > 1 << 20
@@ -532,13 +540,12 @@ def test_shrinking_gives_the_room_back_and_keeps_what_is_below(
 
 
 def test_a_growth_without_room_changes_nothing(
-    make: Callable[..., SlotFile], memory: Memory, room: Callable[[int], None]
+    make: Callable[..., SlotFile], memory: Memory
 ) -> None:
     file, slots = make(4096, 2), memory.slots(4096)
     fill(slots, 0)
     file.write(ids(1), memory.addresses(4096, 0), NOTHING).synchronize()
-    room(3 * 4096)
-    with pytest.raises(DiskOOMError):
+    with pytest.raises(DiskOOMError), room(3 * 4096):
         file.resize(4)
     assert (file.slots, os.fstat(file._fd).st_size) == (2, 2 * 4096)
     assert in_file(file, 1) == slots[0].tobytes()
