@@ -107,7 +107,7 @@ well.""",
         "DiskCacheTierConfig AttentionLayerConfig BufferConfig CacheTier CacheTierConfig "
         "load_config parse_config",
         "Plans": "CachePlan LevelPlan",
-        "Blocks": "BlockCache BlockLease BlockReservation",
+        "Blocks": "BlockCache BlockLease BlockReservation BlockEvent BlockJob EnginePages",
         "Storage": "TierStorage Page",
         "Statistics": "StorageStats LevelStats Activity Usage Traffic Waits Meter Scope",
         "Ranks": "create_on_all_ranks",

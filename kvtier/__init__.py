@@ -19,7 +19,8 @@ from hostmem.errors import (
     RegistrationError,
     ResourceBusyError,
 )
-from kvtier.blocks import BlockCache, BlockLease, BlockReservation
+from kvtier.block_job import BlockJob
+from kvtier.blocks import BlockCache
 from kvtier.config import (
     AttentionLayerConfig,
     BufferConfig,
@@ -31,7 +32,10 @@ from kvtier.config import (
     KVCacheManagerConfig,
 )
 from kvtier.config_file import load_config
+from kvtier.engine_pages import EnginePages
+from kvtier.events import BlockEvent
 from kvtier.keys import chain_keys, layout_fingerprint
+from kvtier.leases import BlockLease, BlockReservation
 from kvtier.page import Page
 from kvtier.plan import CachePlan, LevelPlan
 from kvtier.ranks import create_on_all_ranks
@@ -46,6 +50,8 @@ __all__ = [
     "Activity",
     "AttentionLayerConfig",
     "BlockCache",
+    "BlockEvent",
+    "BlockJob",
     "BlockLease",
     "BlockReservation",
     "BufferConfig",
@@ -60,6 +66,7 @@ __all__ = [
     "CuOOMError",
     "DiskCacheTierConfig",
     "DiskOOMError",
+    "EnginePages",
     "GpuCacheTierConfig",
     "HostCacheTierConfig",
     "HostOOMError",

@@ -1,161 +1,50 @@
-"""The block cache: blocks by key, found in any level and handed out in the hot one."""
+"""The block cache: blocks by key, found in any level and handed out in the first one."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Generic
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from hostmem import Event, ResourceBusyError
-from hostmem.closing import Closable
 from hostmem.device import DONE
+from kvtier.block import Block, Columns, Key, is_there
+from kvtier.block_index import BlockIndex
+from kvtier.block_job import BlockJob
+from kvtier.engine_pages import EnginePages
+from kvtier.events import BlockEvent
+from kvtier.leases import BlockLease, BlockReservation
 from kvtier.page import Page
 from kvtier.storage import TierStorage
 
-__all__ = ["BlockCache", "BlockLease", "BlockReservation"]
-
-log = logging.getLogger("kvtier")
-
-Key = TypeVar("Key", bound=Hashable)
-
-
-class _Block(Generic[Key]):
-    """A key and its pages, one of each pool group."""
-
-    __slots__ = ("key", "pages")
-
-    def __init__(self, key: Key) -> None:
-        self.key = key
-        self.pages: tuple[Page, ...] = ()
-
-    def __repr__(self) -> str:
-        return f"block {self.key!r}"
-
-
-class _Held(Closable, Generic[Key]):
-    """Blocks whose pages are in the hot level and stay there."""
-
-    def __init__(self, cache: BlockCache[Key], blocks: list[_Block[Key]]) -> None:
-        self._cache = cache
-        self._blocks = blocks
-        self._open = True
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    @property
-    def keys(self) -> list[Key]:
-        """The blocks' keys, in order."""
-        return [block.key for block in self._blocks]
-
-    def slots(self, group: int = 0) -> NDArray[np.int32]:
-        """Give the hot slots of the blocks' pages of one pool group; int32, shape (blocks,)."""
-        return np.array([block.pages[group].slot for block in self._blocks], np.int32)
-
-    def _pages(self) -> list[Page]:
-        return [page for block in self._blocks for page in block.pages]
-
-
-class BlockLease(_Held[Key]):
-    """Blocks that were found; they neither move nor go until `release`."""
-
-    def __init__(self, cache: BlockCache[Key], blocks: list[_Block[Key]], found: list[int]) -> None:
-        super().__init__(cache, blocks)
-        self.found = found
-        """Index of the level each block was found in: of its coldest page."""
-
-    @property
-    def events(self) -> tuple[Event, ...]:
-        """What brings the blocks: nobody may read them before these have finished."""
-        return tuple({id(p.ready): p.ready for p in self._pages() if p.ready is not DONE}.values())
-
-    def wait(self) -> None:
-        """Block until the bytes of every block are in the hot level.
-
-        Raises
-        ------
-        OSError, CuError
-            A copy failed; after `release`, the blocks it was to bring are no longer in the cache.
-        """
-        for event in self.events:
-            event.synchronize()
-
-    def close(self) -> None:
-        """Let the blocks go, as `release` does."""
-        self.release()
-
-    def release(self) -> None:
-        """Let the blocks go; they stay in the cache. Idempotent."""
-        if self._open:
-            self._open = False
-            self._cache._release(self._blocks)
-
-
-class BlockReservation(_Held[Key]):
-    """Hot pages for blocks that are about to be computed; nobody finds them before `commit`."""
-
-    @property
-    def fences(self) -> tuple[Event, ...]:
-        """What may still use the slots: nobody may write them before these have finished.
-
-        Where the first level is host memory, that must have been filled so far, too: see `wait`.
-        """
-        return tuple({id(e): e for page in self._pages() for e in page.fences}.values())
-
-    def wait(self) -> None:
-        """Block until the slots may be written.
-
-        Raises
-        ------
-        HostOOMError, RegistrationError
-            A first level of host memory could not be filled that far.
-        """
-        for event in self.fences:
-            event.wait_finished()
-        self._cache._storage.wait_usable(self._pages())
-
-    def commit(self, ready: Event = DONE) -> None:
-        """Put the blocks in the cache; ``ready`` is of the work that writes their bytes.
-
-        Raises
-        ------
-        ValueError
-            Committed or cancelled already.
-        """
-        if not self._open:
-            raise ValueError("the reservation was committed or cancelled")
-        self._open = False
-        self._cache._commit(self._blocks, ready)
-
-    def close(self) -> None:
-        """Give the pages back unless they were committed, as `cancel` does."""
-        self.cancel()
-
-    def cancel(self) -> None:
-        """Give the pages back, unless they were committed. Idempotent."""
-        if self._open:
-            self._open = False
-            self._cache._cancel(self._blocks)
+__all__ = ["BlockCache"]
 
 
 class BlockCache(Generic[Key]):
     """Finds blocks by key in the levels of a storage.
 
-    Keys are hashable and name a block's content with all that precedes it, as a hash chained over
-    the prefix does. A block is in one level at a time, or has none of its pages.
+    Keys are hashable and name a block's content with all that precedes it, as those of `chain_keys`
+    do. A block is in one level at a time, or has none of its pages. Of a pool group with a sliding
+    window it may lack the page: leading blocks are found as far as the window of the token behind
+    them, and its sink tokens, are there.
 
     Parameters
     ----------
     storage : TierStorage
         Where the pages are. One cache a storage.
+    engine : EnginePages, optional
+        The engine's own pages, for `store` and `load`. The first level is host memory then.
+    max_events : int
+        Keys that `take_events` can name at most; 0 for no events.
 
     Raises
     ------
     ValueError
-        The storage has a cache already.
+        The storage has a cache already; or ``engine`` is of another configuration, or given where
+        the storage has a gpu tier of its own.
 
     Notes
     -----
@@ -178,35 +67,90 @@ class BlockCache(Generic[Key]):
     2
     """
 
-    def __init__(self, storage: TierStorage) -> None:
+    def __init__(
+        self, storage: TierStorage, *, engine: EnginePages | None = None, max_events: int = 0
+    ) -> None:
+        plan = storage.plan
+        if engine is not None and engine.groups != plan.groups:
+            raise ValueError("engine: its pages are of another configuration than the storage")
+        if engine is not None and plan.levels[0].hot:
+            raise ValueError(
+                "engine: the storage has a gpu tier, whose slots are the hot pages; leave the tier "
+                "out where the engine owns them"
+            )
+        if max_events < 0:
+            raise ValueError(f"max_events: {max_events} is below 0")
         self._storage = storage
-        self._groups = range(len(storage.plan.groups))
-        self._blocks: dict[Key, _Block[Key]] = {}
+        self._engine = engine
+        self._groups = range(len(plan.groups))
+        self._index: BlockIndex[Key] = BlockIndex(storage, max_events)
         self._reserved: set[Key] = set()
-        self.lost = 0
+
+    # --------------------------------------------------------------------------------- finding
+
+    @property
+    def lost(self) -> int:
         """Blocks forgotten so far because a copy of them failed."""
-        storage.attach(self._dropped)
+        return self._index.lost
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._index.blocks)
 
     def __contains__(self, key: object) -> bool:
         """Tell whether a block is in any level."""
-        return key in self._blocks
+        return key in self._index.blocks
+
+    def __iter__(self) -> Iterator[Key]:
+        """Give the keys of all blocks, as they are now."""
+        with self._storage.lock:
+            return iter(list(self._index.blocks))
 
     def match(self, keys: Sequence[Key]) -> int:
         """Count the leading keys whose blocks are there, without touching them."""
-        return next((n for n, key in enumerate(keys) if key not in self._blocks), len(keys))
+        return self._index.match(keys)
 
     def acquire(self, keys: Sequence[Key]) -> BlockLease[Key]:
-        """Lease the leading blocks that are there, and start bringing them to the hot level.
+        """Lease the leading blocks that are there, and start bringing them to the first level.
 
-        They become the most recently used, in prefix order.
+        They become the most recently used, in prefix order. Of a pool group with a sliding window
+        only pages come that the token behind the blocks sees.
 
         Parameters
         ----------
         keys : sequence
-            In prefix order; it ends at the first that is absent.
+            In prefix order, from a sequence's first block; it ends at the first that is absent.
+
+        Raises
+        ------
+        OutOfPagesError
+            They do not all fit beside what is leased; nothing has changed. Ask for fewer.
+        """
+        storage = self._storage
+        with storage.lock:
+            storage.settle()
+            blocks = self._index.leading(keys)
+            lease = self._hold(blocks, self._index.shown(blocks))
+            storage.count(lease.found, len(keys) - len(blocks))
+            return lease
+
+    def _hold(self, blocks: list[Block[Key]], columns: Columns) -> BlockLease[Key]:
+        """Lease pages and bring them to the first level, or change nothing."""
+        found = [
+            max((page.level for page in row if page is not None), default=0)
+            for row in zip(*columns, strict=True)
+        ]
+        lease = BlockLease(self, blocks, columns, found)
+        pages = lease._pages()
+        self._storage.lease(pages)
+        try:
+            self._storage.onboard(pages)
+        except BaseException:
+            self._storage.release(pages)
+            raise
+        return lease
+
+    def prefetch(self, keys: Sequence[Key]) -> BlockJob[Key]:
+        """Start bringing the leading blocks that are there to the first level, and hold none.
 
         Raises
         ------
@@ -215,34 +159,26 @@ class BlockCache(Generic[Key]):
         """
         with self._storage.lock:
             self._storage.settle()
-            blocks = self._leading(keys)
-            pages = [page for block in blocks for page in block.pages]
-            found = [max(page.level for page in block.pages) for block in blocks]
-            self._storage.count(found, len(keys) - len(blocks))
-            self._storage.lease(pages)
-            try:
-                self._storage.onboard(pages)
-            except BaseException:
-                self._storage.release(pages)
-                raise
-            return BlockLease(self, blocks, found)
+            blocks = self._index.leading(keys)
+            with self._hold(blocks, self._index.shown(blocks)) as lease:
+                events = [
+                    [page.ready for page in row if page is not None]
+                    for row in zip(*lease._columns, strict=True)
+                ]
+                return BlockJob(lease.keys, events, self._waiting)
 
-    def _leading(self, keys: Sequence[Key]) -> list[_Block[Key]]:
-        blocks = []
-        for key in keys:
-            block = self._blocks.get(key)
-            if block is None:
-                break
-            if any(_failed(page) for page in block.pages):
-                self._forget(block)
-                break
-            blocks.append(block)
-        return blocks
+    def room_for(self, keys: Sequence[Key]) -> list[int]:
+        """Count the pages that `acquire` would lease and nobody leases now, by pool group."""
+        with self._storage.lock:
+            columns = self._index.shown(self._index.leading(keys))
+            return [sum(p is not None and not p.leases for p in column) for column in columns]
+
+    # ----------------------------------------------------------------------------- what stays
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Note a use of blocks, wherever they are; KeyError at the first that is absent."""
         with self._storage.lock:
-            self._storage.touch(page for key in keys for page in self._blocks[key].pages)
+            self._storage.touch(page for key in keys for page in self._index.pages(key))
 
     def keep(self, keys: Iterable[Key], kept: bool = True) -> None:
         """Let blocks be moved down but never dropped, or let them be dropped again.
@@ -262,7 +198,7 @@ class BlockCache(Generic[Key]):
             A key is absent; nothing has changed.
         """
         with self._storage.lock:
-            self._storage.keep([p for key in keys for p in self._blocks[key].pages], kept)
+            self._storage.keep([page for key in keys for page in self._index.pages(key)], kept)
 
     def set_priority(self, keys: Iterable[Key], priority: int) -> None:
         """Change when blocks leave a level: those of a lower priority go first.
@@ -275,7 +211,7 @@ class BlockCache(Generic[Key]):
             A key is absent; nothing has changed.
         """
         with self._storage.lock:
-            pages = [page for key in keys for page in self._blocks[key].pages]
+            pages = [page for key in keys for page in self._index.pages(key)]
             self._storage.set_priority(pages, priority)
 
     def drop(self, keys: Iterable[Key]) -> int:
@@ -292,26 +228,33 @@ class BlockCache(Generic[Key]):
             A block is leased (``keys`` names some); nothing has changed.
         """
         with self._storage.lock:
-            blocks = [self._blocks[key] for key in dict.fromkeys(keys) if key in self._blocks]
-            busy = [block.key for block in blocks if any(page.leases for page in block.pages)]
-            if busy:
-                raise ResourceBusyError(
-                    f"keys: {len(busy)} of {len(blocks)} blocks are leased, such as {busy[0]!r}; "
-                    "release the leases first",
-                    keys=busy[:8],
-                )
+            blocks = [
+                self._index.blocks[key] for key in dict.fromkeys(keys) if key in self._index.blocks
+            ]
+            self._check_free(blocks)
             for block in blocks:
-                self._remove(block)
+                self._index.remove(block)
             return len(blocks)
 
-    def reserve(self, keys: Sequence[Key], *, priority: int = 0) -> BlockReservation[Key]:
-        """Take hot pages for blocks to be computed, moving others down as needed.
+    def _check_free(self, blocks: Sequence[Block[Key]]) -> None:
+        busy = [b.key for b in blocks if any(p is not None and p.leases for p in b.pages)]
+        if busy:
+            raise ResourceBusyError(
+                f"keys: {len(busy)} of {len(blocks)} blocks are leased, such as {busy[0]!r}; "
+                "release the leases first",
+                keys=busy[:8],
+            )
+
+    # -------------------------------------------------------------------------------- computing
+
+    def reserve(self, keys: Sequence[Key | None], *, priority: int = 0) -> BlockReservation[Key]:
+        """Take pages of the first level for blocks to be computed, moving others down as needed.
 
         Parameters
         ----------
         keys : sequence
             Distinct, and absent, or of blocks that could not be read when they were last asked for:
-            these are dropped.
+            these are dropped. None for a block that gets its key when it is committed.
         priority : int
             Blocks of a lower one leave a level first.
 
@@ -323,95 +266,279 @@ class BlockCache(Generic[Key]):
             They do not all fit beside what is leased; nothing has changed.
         """
         with self._storage.lock:
-            wanted = set(keys)
-            unread = [self._blocks[k] for k in wanted if k in self._blocks and self._is_unread(k)]
-            taken = wanted & self._reserved or {
-                key for key in wanted if key in self._blocks and not self._is_unread(key)
+            named = [key for key in keys if key is not None]
+            self._check_keys(named)
+            there = [key for key in named if key in self._index.blocks]
+            unread = [self._index.blocks[key] for key in there if self._index.is_unread(key)]
+            taken = self._reserved.intersection(named) or {
+                k for k in there if not self._index.is_unread(k)
             }
-            if taken or len(wanted) < len(keys):
-                raise ValueError(
-                    f"keys: {next(iter(taken))!r} is there already or reserved"
-                    if taken
-                    else "keys: one occurs twice"
-                )
-            blocks = [_Block(key) for key in keys]
+            if taken:
+                raise ValueError(f"keys: {next(iter(taken))!r} is there already or reserved")
+            blocks = [Block[Key](key) for key in keys]
+            wanted = np.ones((len(self._groups), len(blocks)), bool)
             self._storage.check_room(dict.fromkeys(self._groups, len(blocks)))
             for old in unread:
-                self._remove(old)
-            made: list[list[Page]] = []
+                self._index.remove(old)
+            columns = self._new_pages(blocks, wanted, priority)
+            for block, pages in zip(blocks, zip(*columns, strict=True), strict=True):
+                block.pages = pages
+            self._reserved.update(named)
+            return BlockReservation(self, blocks, columns)
+
+    def _new_pages(
+        self, blocks: Sequence[Block[Key]], wanted: NDArray[np.bool_], priority: int
+    ) -> Columns:
+        """Make pages for blocks where they are wanted, shape (groups, blocks); all or none."""
+        columns: Columns = []
+        try:
+            for group, mask in enumerate(wanted):
+                owners = [block for block, want in zip(blocks, mask, strict=True) if want]
+                made = iter(self._storage.new_pages(owners, group, priority=priority))
+                columns.append([next(made) if want else None for want in mask])
+        except BaseException:
+            self._storage.discard(p for column in columns for p in column if p is not None)
+            raise
+        return columns
+
+    def withdraw(self, keys: Sequence[Key]) -> BlockReservation[Key]:
+        """Take blocks out of the cache to write to them again, such as one that is partly filled.
+
+        They are brought to the first level and nobody finds them any more; commit them under other
+        keys. Whether they are kept is forgotten.
+
+        Raises
+        ------
+        KeyError
+            A key is absent, or its block was lost; nothing has changed.
+        ResourceBusyError
+            A block is leased; nothing has changed.
+        OutOfPagesError
+            They do not all fit beside what is leased; nothing has changed.
+        """
+        self._check_keys(keys)
+        with self._storage.lock:
+            self._storage.settle()
+            blocks = []
+            for key in keys:
+                block = self._index.readable(key)
+                if block is None or not all(map(is_there, block.pages)):
+                    raise KeyError(key)
+                blocks.append(block)
+            self._check_free(blocks)
+            columns: Columns = [[block.pages[group] for block in blocks] for group in self._groups]
+            lease = self._hold(blocks, columns)
+            pages = lease._pages()
+            self._storage.take_out(pages)
+            fresh = []
+            for block in blocks:
+                fresh.append(new := Block[Key](None))
+                new.pages = self._index.forget(block)
+                for page in new.pages:
+                    if page is not None:
+                        page.owner = new
+            lease._open = False
+            return BlockReservation(self, fresh, columns)
+
+    def _check_keys(self, keys: Sequence[Key]) -> None:
+        """Raise ValueError if a key occurs twice."""
+        if len(set(keys)) < len(keys):
+            twice = next(key for n, key in enumerate(keys) if key in keys[:n])
+            raise ValueError(f"keys: {twice!r} occurs twice")
+
+    # --------------------------------------------------------------------- an engine's own pages
+
+    def store(
+        self, keys: Sequence[Key], pages: ArrayLike, *, ready: Event = DONE, priority: int = 0
+    ) -> BlockJob[Key]:
+        """Start copying blocks from the engine's pages, moving others down as needed.
+
+        They are found from now on; who acquires or loads one waits for its copy. Blocks that are
+        there are not copied, but touched.
+
+        Parameters
+        ----------
+        keys : sequence
+            Distinct.
+        pages : integer array, shape (blocks,) or (groups, blocks)
+            The engine's page of each block, the same of every pool group or one of each; -1 for
+            none, where a window does not show the block any more.
+        ready : Event
+            Of the work that writes the pages.
+        priority : int
+            Blocks of a lower one leave a level first.
+
+        Returns
+        -------
+        BlockJob
+            Of the blocks that are copied: until it is done the engine must not change their pages.
+
+        Raises
+        ------
+        OutOfPagesError
+            They do not all fit beside what is leased; nothing has changed.
+        ValueError, TypeError
+            A key twice; pages of another shape, that there are not, or twice; none where there is
+            no window; the cache has no engine. Nothing has changed.
+        """
+        engine = self._owner()
+        self._check_keys(keys)
+        homes = engine.homes(len(keys), pages)
+        storage = self._storage
+        with storage.lock:
+            storage.settle()
+            wanted = homes >= 0
+            for n, key in enumerate(keys):
+                old = self._index.blocks.get(key)
+                if old is not None and not self._index.is_unread(key):
+                    storage.touch(self._index.pages(key))
+                    wanted[:, n] &= [not is_there(page) for page in old.pages]
+                elif gap := [group for group in self._index.windows.whole if not wanted[group, n]]:
+                    raise ValueError(f"pages: block {key!r} has none of pool group {gap[0]}")
+            storage.check_room(dict(enumerate(wanted.sum(axis=1).tolist())))
+            copied = np.flatnonzero(wanted.any(axis=0)).tolist()
+            named = [keys[n] for n in copied]
+            blocks = [Block(key) for key in named]
+            wanted, homes = wanted[:, copied], homes[:, copied]
+            columns = self._new_pages(blocks, wanted, priority)
             try:
-                for group in self._groups:
-                    made.append(self._storage.new_pages(blocks, group, priority=priority))
+                for group, column in enumerate(columns):
+                    some = [page for page in column if page is not None]
+                    storage.copy_in(some, engine.memory[group], homes[group][wanted[group]], ready)
             except BaseException:
-                for some in made:
-                    self._storage.discard(some)
+                storage.discard(page for column in columns for page in column if page is not None)
                 raise
-            for block, pages_of in zip(blocks, zip(*made, strict=True), strict=True):
-                block.pages = pages_of
-            self._reserved |= wanted
-            return BlockReservation(self, blocks)
+            rows = list(zip(*columns, strict=True))
+            events = [[page.ready for page in row if page is not None] for row in rows]
+            for key in named:
+                if self._index.is_unread(key):
+                    self._index.remove(self._index.blocks[key])
+            self._index.enter(blocks, columns, named, None)
+            storage.release(page for row in rows for page in row if page is not None)
+            return BlockJob(named, events, self._waiting)
+
+    def load(self, keys: Sequence[Key], pages: ArrayLike, *, ready: Event = DONE) -> BlockJob[Key]:
+        """Start copying blocks to the engine's pages, through the first level.
+
+        Parameters
+        ----------
+        keys : sequence
+            Of blocks that are there: as many leading ones as `match` says.
+        pages : integer array, shape (blocks,) or (groups, blocks)
+            The engine's page for each block, the same of every pool group or one of each; -1 for
+            none.
+        ready : Event
+            Of others that still use the pages.
+
+        Returns
+        -------
+        BlockJob
+            Until it is done the engine must not use the pages.
+
+        Raises
+        ------
+        KeyError
+            A block, or a page of it that is asked for, is not there; nothing has changed.
+        OutOfPagesError
+            They do not all fit into the first level beside what is leased; nothing has changed.
+            Load fewer at a time.
+        ValueError, TypeError
+            Pages of another shape, that there are not, or twice; the cache has no engine. Nothing
+            has changed.
+        """
+        engine = self._owner()
+        homes = engine.homes(len(keys), pages)
+        storage = self._storage
+        with storage.lock:
+            storage.settle()
+            blocks = []
+            for key, home in zip(keys, homes.T, strict=True):
+                block = self._index.readable(key)
+                if block is None or any(
+                    to >= 0 and not is_there(page)
+                    for page, to in zip(block.pages, home.tolist(), strict=True)
+                ):
+                    raise KeyError(key)
+                blocks.append(block)
+            columns: Columns = [
+                [b.pages[group] if to >= 0 else None for b, to in zip(blocks, home, strict=True)]
+                for group, home in enumerate(homes.tolist())
+            ]
+            with self._hold(blocks, columns) as lease:
+                storage.count(lease.found, 0)
+                events: list[list[Event]] = [[] for _ in keys]
+                for group, (column, home) in enumerate(zip(columns, homes, strict=True)):
+                    which = [n for n, page in enumerate(column) if page is not None]
+                    some = [page for page in column if page is not None]
+                    copies = storage.copy_out(some, engine.memory[group], home[which], ready)
+                    for n, event in zip(which, copies, strict=True):
+                        events[n].append(event)
+            return BlockJob(keys, events, self._waiting)
+
+    def _owner(self) -> EnginePages:
+        if self._engine is None:
+            raise ValueError("the cache has no engine: give it its pages (engine=EnginePages(...))")
+        return self._engine
+
+    # ------------------------------------------------------------------------- what has happened
+
+    def take_events(self) -> list[BlockEvent[Key]]:
+        """Give what happened to blocks since the last call, in order; needs ``max_events``."""
+        events = self._index.events
+        if events is None:
+            return []
+        with self._storage.lock:
+            return events.take()
+
+    @property
+    def events_dropped(self) -> int:
+        """Keys in events that were forgotten before `take_events`, so far; the oldest go."""
+        events = self._index.events
+        return 0 if events is None else events.dropped
 
     # ------------------------------------------------------- what leases and reservations call
 
-    def _release(self, blocks: list[_Block[Key]]) -> None:
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        """Count the time of a ``with`` block as waiting for something."""
+        return self._storage.waiting(what)
+
+    def _wait_usable(self, pages: Iterable[Page]) -> None:
+        """Block until the memory of pages in the first level is committed."""
+        self._storage.wait_usable(pages)
+
+    def _sinks(self, group: int) -> int:
+        """Count the first blocks of a sequence that a group's window never leaves behind."""
+        return self._index.windows.sinks(group)
+
+    def _let_go(self, pages: Sequence[Page], after: Event) -> None:
         with self._storage.lock:
-            self._storage.release(page for block in blocks for page in block.pages)
-            for block in blocks:
-                if any(_failed(page) for page in block.pages):
-                    self._forget(block)
+            self._storage.release(pages, after)
+            stray = [p for p in pages if not p.leases and not p.freed and _is_stray(p)]
+            self._storage.discard(stray)
 
-    def _commit(self, blocks: list[_Block[Key]], ready: Event) -> None:
+    def _commit(
+        self,
+        blocks: list[Block[Key]],
+        columns: Columns,
+        keys: list[Key],
+        ready: Event,
+        *,
+        leased: bool,
+    ) -> BlockLease[Key]:
         with self._storage.lock:
-            pages = [page for block in blocks for page in block.pages]
-            self._storage.commit(pages, ready)
-            for block in blocks:
-                self._reserved.discard(block.key)
-                self._blocks[block.key] = block
-            self._storage.release(pages)  # those that failed already are dropped now
+            self._reserved.difference_update(b.key for b in blocks if b.key is not None)
+            held, pages = self._index.enter(blocks, columns, keys, ready)
+            lease = BlockLease(self, held, pages, [0] * len(held))
+            if not leased:
+                lease.release()
+            return lease
 
-    def _cancel(self, blocks: list[_Block[Key]]) -> None:
+    def _cancel(self, blocks: list[Block[Key]], pages: list[Page], after: Event) -> None:
         with self._storage.lock:
-            self._storage.discard(page for block in blocks for page in block.pages)
-            self._reserved.difference_update(block.key for block in blocks)
-
-    def _dropped(self, page: Page) -> None:
-        """Forget the block of a page that the storage dropped, and drop its other pages."""
-        block = page.owner
-        if isinstance(block, _Block) and self._blocks.get(block.key) is block:
-            if page.lost:
-                self._note_loss(block)
-            del self._blocks[block.key]
-            others = [other for other in block.pages if other is not page]
-            block.pages = ()  # a page knows its block: nothing is left for the garbage collector
-            self._storage.discard(others)
-
-    def _forget(self, block: _Block[Key]) -> None:
-        """Take a block whose bytes were lost out of the cache, unless somebody holds it."""
-        if self._blocks.get(block.key) is block and not any(p.leases for p in block.pages):
-            self._note_loss(block)
-            self._remove(block)
-
-    def _remove(self, block: _Block[Key]) -> None:
-        """Take a block that nobody leases out of the cache."""
-        del self._blocks[block.key]
-        pages, block.pages = block.pages, ()
-        self._storage.discard(pages)
-
-    def _is_unread(self, key: Key) -> bool:
-        """Tell whether a block could not be read the last time, and nobody is trying now."""
-        return any(page.unread and not page.leases for page in self._blocks[key].pages)
-
-    def _note_loss(self, block: _Block[Key]) -> None:
-        cause = next(page.ready.error for page in block.pages if page.lost)
-        log.error("%r is lost: a copy of it failed: %s", block, cause)
-        self.lost += 1
+            self._storage.discard(pages, after)
+            self._reserved.difference_update(b.key for b in blocks if b.key is not None)
 
 
-def _failed(page: Page) -> bool:
-    """Tell whether the copy that was to bring a page's bytes failed; forget it if it did not."""
-    if page.ready is DONE or not page.ready.query():
-        return False
-    if page.ready.error is not None:
-        return True
-    page.ready = DONE
-    return False
+def _is_stray(page: Page) -> bool:
+    """Tell whether a page is not its block's any more: another one took its place."""
+    return not (isinstance(page.owner, Block) and page.owner.holds(page))

@@ -64,6 +64,11 @@ def _may_be_dropped(page: Page) -> bool:
     return page.leases == 0 and not page.kept
 
 
+def _pending(event: Event) -> tuple[Event, ...]:
+    """Give what is to be waited for of an event: nothing once it has finished well."""
+    return () if event.query() and event.error is None else (event,)
+
+
 class Mover:
     """Takes slots, makes room for them, and moves pages between slots.
 
@@ -333,9 +338,12 @@ class Mover:
         if not any(one.page.fences for one in gone):
             slots.release(ids, event)
             return
+        by_use: dict[tuple[Event, ...], list[int]] = {}
         for one in gone:
-            slots.release([one.slot], all_of((event, *one.page.fences)))
+            by_use.setdefault(one.page.fences, []).append(one.slot)
             one.page.fences = ()
+        for fences, some in by_use.items():
+            slots.release(np.array(some, np.int32), all_of((event, *fences)))
 
     def _note(self, moving: _Moving) -> None:
         self._meter.moved(moving.pair, moving.pages, moving.nbytes)
@@ -344,11 +352,13 @@ class Mover:
             queue = self._moving[moving.pair] = deque()
         queue.append(moving)
 
-    def copy_in(self, pages: list[Page], source: PageMemory, ids: Ids, after: Dependencies) -> None:
+    def copy_in(self, pages: list[Page], source: PageMemory, ids: Ids, ready: Event) -> None:
         """Fill new pages of the first level from memory that somebody else owns."""
         at = self._levels[0]
         where = at.groups[pages[0].group]
         slots = np.array([page.slot for page in pages], np.int32)
+        fences = {id(event): event for page in pages for event in page.fences}
+        after = Dependencies(_pending(ready), tuple(fences.values()))
         events = self._copier.copy(source, ids, where.memory, slots, after, up=False)
         first = 0
         for count, event in events:
@@ -360,22 +370,23 @@ class Mover:
             first += count
 
     def copy_out(
-        self, pages: list[Page], target: PageMemory, ids: Ids, fences: tuple[Event, ...]
-    ) -> list[PageEvents]:
-        """Copy pages of the first level to memory that somebody else owns."""
+        self, pages: list[Page], target: PageMemory, ids: Ids, ready: Event
+    ) -> list[Event]:
+        """Copy pages of the first level to memory that somebody else owns; an event of each."""
         at = self._levels[0]
         where = at.groups[pages[0].group]
         slots = np.array([page.slot for page in pages], np.int32)
-        after = Dependencies(gathered([page.ready for page in pages]), fences)
-        events = self._copier.copy(where.memory, slots, target, ids, after, up=True)
-        first = 0
-        for count, event in events:
+        after = Dependencies(gathered([page.ready for page in pages]), _pending(ready))
+        copies = self._copier.copy(where.memory, slots, target, ids, after, up=True)
+        events: list[Event] = []
+        for count, event in copies:
+            first = len(events)
             for page in pages[first : first + count]:
                 page.fences = (*(e for e in page.fences if not e.query()), event)
             nbytes = count * where.memory.page_bytes
             self._note(_Moving(event, count, nbytes, f"{at.name}->engine", []))
-            first += count
-        return [event for _, event in events]
+            events += map(event.page, range(count))
+        return events
 
     def relocate(self, pages: list[Page], level: int, group: int) -> list[Departure]:
         """Move pages to other slots of their level; what they are worth does not change."""

@@ -7,7 +7,8 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import cast
 
 import numpy as np
@@ -27,7 +28,8 @@ from kvtier.slots import SlotAllocator
 from kvtier.stats import LevelStats, Meter, Scope, StorageStats
 from kvtier.transfer.codec import ColdPageCodec
 from kvtier.transfer.copier import PageCopier, reachable
-from kvtier.transfer.memory import Ids, MemoryPool
+from kvtier.transfer.memory import Ids, MemoryPool, PageMemory
+from kvtier.transfer.page_events import gathered
 
 __all__ = ["TierStorage"]
 
@@ -98,12 +100,24 @@ class TierStorage(Closable):
             undo.pop_all()
         self.levels = tuple(levels)
         """The levels, hot to cold."""
+        self._leased = [0] * len(self.plan.groups)
         self._mover = Mover(self.levels, self._copier, self._latch, self._meter)
         self._pid = os.getpid()
         _storages.add(self)
 
-    def attach(self, on_drop: Callable[[Page], None]) -> None:
-        """Let ``on_drop`` be called, under the lock, with each page that is dropped.
+    def attach(
+        self,
+        on_drop: Callable[[Page], None],
+        on_move: Callable[[Sequence[Page], int, int], None] | None = None,
+    ) -> None:
+        """Let functions be called, under the lock, when pages go or move.
+
+        Parameters
+        ----------
+        on_drop : callable
+            Given each page that is dropped.
+        on_move : callable, optional
+            Given pages of one group, and the levels they leave and go to.
 
         Raises
         ------
@@ -113,7 +127,7 @@ class TierStorage(Closable):
         with self.lock:
             if self._mover.on_drop is not None:
                 raise ValueError("the storage has a cache already")
-            self._mover.on_drop = on_drop
+            self._mover.on_drop, self._mover.on_move = on_drop, on_move
 
     # ---------------------------------------------------------------------------------- pages
 
@@ -148,6 +162,7 @@ class TierStorage(Closable):
             ]
             for page in pages:
                 page.leases = 1
+            self._leased[group] += len(pages)
             return pages
 
     def wait_usable(self, pages: Iterable[Page]) -> None:
@@ -166,13 +181,88 @@ class TierStorage(Closable):
                 if isinstance(pool, MemoryPool):
                     pool.wait_usable(np.array([slot], np.int32))
 
-    def commit(self, pages: Iterable[Page], ready: Event = DONE) -> None:
-        """Let new pages take part in eviction, their bytes there when ``ready`` has finished."""
+    def commit(self, pages: Iterable[Page], ready: Event | None = DONE) -> None:
+        """Let new pages take part in eviction, their bytes there when ``ready`` has finished.
+
+        Parameters
+        ----------
+        pages : iterable of Page
+            Made by `new_pages`, or taken out.
+        ready : Event, optional
+            Of the work that writes them; None where `copy_in` does.
+        """
         with self.lock, self._latch:
             for page in pages:
-                page.ready = ready
+                if ready is not None:
+                    # What is written into bytes that never came is no good either.
+                    page.ready = ready if page.ready is DONE else _both(page.ready, ready)
                 page.fences = ()
+                page.origin = None
                 self.levels[0].policies[page.group].insert(page)
+
+    def take_out(self, pages: Iterable[Page]) -> None:
+        """Undo `commit` for leased pages of the first level, which may be written again."""
+        with self.lock, self._latch:
+            for page in pages:
+                self.levels[0].policies[page.group].remove(page)
+                page.kept = False
+                page.origin = None
+
+    def copy_in(self, pages: list[Page], source: PageMemory, ids: Ids, ready: Event) -> None:
+        """Submit copies of somebody else's memory into new pages; `commit` them without ``ready``.
+
+        Parameters
+        ----------
+        pages : list of Page
+            Of one group, made by `new_pages`.
+        source : PageMemory
+            The memory.
+        ids : int32 array, shape (pages,)
+            Which of its pages.
+        ready : Event
+            Of the work that writes them.
+
+        Raises
+        ------
+        ClosedError
+            The storage was closed.
+        """
+        if pages:
+            with self.lock:
+                self._check_open()
+                self._mover.copy_in(pages, source, ids, ready)
+
+    def copy_out(
+        self, pages: list[Page], target: PageMemory, ids: Ids, ready: Event
+    ) -> list[Event]:
+        """Submit copies of leased pages of the first level into somebody else's memory.
+
+        Parameters
+        ----------
+        pages : list of Page
+            Of one group; they may be released at once.
+        target : PageMemory
+            The memory.
+        ids : int32 array, shape (pages,)
+            Which of its pages.
+        ready : Event
+            Of others that use them.
+
+        Returns
+        -------
+        list of Event
+            One of each page, which fails if its bytes could not be brought or copied.
+
+        Raises
+        ------
+        ClosedError
+            The storage was closed.
+        """
+        if not pages:
+            return []
+        with self.lock:
+            self._check_open()
+            return self._mover.copy_out(pages, target, ids, ready)
 
     def touch(self, pages: Iterable[Page]) -> None:
         """Note a use of pages, wherever they are."""
@@ -184,18 +274,29 @@ class TierStorage(Closable):
         """Hold pages where they are until as many calls of `release`."""
         with self.lock:
             for page in pages:
+                if not page.leases:
+                    self._leased[page.group] += 1
                 page.leases += 1
 
-    def release(self, pages: Iterable[Page]) -> None:
-        """Undo one `lease` of each page."""
+    def leased(self, group: int) -> int:
+        """Count the pages of a pool group that are leased, new ones included."""
+        return self._leased[group]
+
+    def release(self, pages: Iterable[Page], after: Event = DONE) -> None:
+        """Undo one `lease` of each page; nobody gets their slots before ``after`` has finished."""
         with self.lock:
             failed = []
+            use = () if after.query() else (after,)
             for page in pages:
                 if page.leases == 0:
                     raise ValueError(f"{page} is not leased")
                 page.leases -= 1
-                if page.ready is not DONE and not page.leases and page.lost:
-                    failed.append(page)
+                if use:
+                    page.fences = _added(page.fences, after)
+                if not page.leases:
+                    self._leased[page.group] -= 1
+                    if page.ready is not DONE and page.lost:
+                        failed.append(page)
             if failed:
                 with self._latch:
                     self._mover.resolve(failed)
@@ -278,17 +379,31 @@ class TierStorage(Closable):
                 if present:
                     policy.insert(page)
 
+    def resolve(self, pages: Iterable[Page]) -> None:
+        """Put unleased pages that a failed copy has lost back where they were, or drop them."""
+        with self.lock, self._latch:
+            self._mover.resolve(pages)
+
     def settle(self) -> None:
         """Learn how finished copies ended: put back, or drop, what failed copies were to bring."""
         with self.lock, self._latch:
             self._mover.settle()
 
-    def discard(self, pages: Iterable[Page]) -> None:
-        """Free pages that nobody leases but the caller, once; they are gone."""
+    def discard(self, pages: Iterable[Page], after: Event = DONE) -> None:
+        """Free pages that nobody leases but the caller, once; they are gone.
+
+        Nobody gets their slots before ``after`` has finished.
+        """
         with self.lock, self._latch:
+            use = () if after.query() else (after,)
             for page in pages:
                 if page.freed:
                     continue  # with another page of its block
+                if page.leases:
+                    page.leases = 0
+                    self._leased[page.group] -= 1
+                if use:
+                    page.fences = _added(page.fences, after)
                 level = self.levels[page.level]
                 if page in level.policies[page.group]:
                     level.policies[page.group].remove(page)
@@ -427,6 +542,16 @@ class TierStorage(Closable):
             if missed:
                 self._meter.missed(missed)
 
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Count the time of a ``with`` block, outside the lock, as waiting for something."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._meter.waited(what, perf_counter() - began)
+
     def scope(self) -> Scope:
         """Count separately, with peaks of its own, what happens in a ``with`` block."""
         return self._meter.scope()
@@ -524,6 +649,15 @@ def _needs_staging(levels: Sequence[Level], codec: ColdPageCodec | None) -> bool
         return False
     beside = (levels[0], levels[-2])  # where its pages go, and where they come from
     return not all(reachable(group.memory, codec) for level in beside for group in level.groups)
+
+
+def _both(first: Event, second: Event) -> Event:
+    """Give an event that has finished when both have, and failed if one has."""
+    return next(iter(gathered([first, second])), DONE)
+
+
+def _added(fences: tuple[Event, ...], after: Event) -> tuple[Event, ...]:
+    return (*(event for event in fences if event is not after and not event.query()), after)
 
 
 _storages: weakref.WeakSet[TierStorage] = weakref.WeakSet()

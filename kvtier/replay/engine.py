@@ -9,7 +9,8 @@ from time import perf_counter, perf_counter_ns
 from typing import cast
 
 from hostmem import HostMem
-from kvtier.blocks import BlockCache, BlockLease
+from kvtier.blocks import BlockCache
+from kvtier.leases import BlockLease
 from kvtier.replay.options import ReplayOptions
 from kvtier.replay.pattern import PatternEngine, pattern_engine
 from kvtier.replay.progress import Progress

@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -25,6 +25,8 @@ from hostmem.testing import FaultPlan
 from kvtier import (
     AttentionLayerConfig,
     BlockCache,
+    BlockLease,
+    BlockReservation,
     BufferConfig,
     HostCacheTierConfig,
     KVCacheManagerConfig,
@@ -32,6 +34,7 @@ from kvtier import (
     TierStorage,
     levels,
 )
+from kvtier.block import Block
 from kvtier.transfer.memory import MemoryPool
 
 if TYPE_CHECKING:
@@ -44,6 +47,14 @@ COPY = "process_vm_readv"
 Cache = BlockCache[int]
 
 
+def owned(held: BlockLease[int] | BlockReservation[int]) -> Iterator[tuple[int, Page]]:
+    """Give the pages that are held, each with the key of its block."""
+    for page in held._pages():
+        key = cast(Block[int], page.owner).key
+        assert key is not None
+        yield key, page
+
+
 class Blocks:
     """A cache whose blocks are written and read like a model does."""
 
@@ -52,26 +63,24 @@ class Blocks:
         self.storage = storage
         self.cache: Cache = BlockCache(storage)
 
-    def pages(self, key: int) -> tuple[Page, ...]:
-        return self.cache._blocks[key].pages
+    def pages(self, key: int) -> list[Page]:
+        return self.cache._index.pages(key)
 
     def store(self, *keys: int) -> None:
         """Compute blocks into reserved pages and commit them."""
         with self.cache.reserve(keys) as fresh:
             fresh.wait()
-            for block in fresh._blocks:
-                for page in block.pages:
-                    self.tiers.write(self.storage, page, block.key)
+            for key, page in owned(fresh):
+                self.tiers.write(self.storage, page, key)
             fresh.commit()
 
     def read(self, *keys: int) -> list[int]:
         """Acquire blocks and compare every byte; give the keys that were found."""
         with self.cache.acquire(keys) as lease:
             lease.wait()
-            for block in lease._blocks:
-                for page in block.pages:
-                    assert page.level == 0
-                    assert self.tiers.intact(self.storage, page, block.key)
+            for key, page in owned(lease):
+                assert page.level == 0
+                assert self.tiers.intact(self.storage, page, key)
             return lease.keys
 
     def levels(self, *keys: int) -> list[int]:
@@ -406,8 +415,8 @@ def test_a_cancelled_reservation_leaves_its_slots_fenced(build: Callable[..., Bl
             assert fresh.fences == fences
             held.release()
             fresh.wait()
-            for block in fresh._blocks:
-                blocks.tiers.write(blocks.storage, block.pages[0], block.key)
+            for key, page in owned(fresh):
+                blocks.tiers.write(blocks.storage, page, key)
             fresh.commit()
     assert blocks.read(0, 1) == [0, 1]
     assert blocks.read(6, 7) == [6, 7]
@@ -423,14 +432,13 @@ def test_a_block_is_moved_only_when_it_is_computed(
     with blocks.cache.reserve([4, 5, 6, 7]) as others:  # 0 to 3 must go down
         computed.wait_asked()
         assert not any(fence.query() for fence in others.fences)
-        for key in range(4):
-            block = fresh._blocks[key]
+        for key, page in owned(fresh):
             blocks.tiers.raw(
                 blocks.storage.levels[0].groups[0].memory.pools[0].memory.address  # type: ignore[attr-defined]
                 + key * MIB // 2,
                 MIB // 2,
             )[:] = blocks.tiers.content(key, MIB // 2)
-            assert block.pages[0].level == 1
+            assert page.level == 1
         computed.set()
         others.wait()
     assert blocks.read(0, 1, 2, 3) == [0, 1, 2, 3]
@@ -783,5 +791,6 @@ def test_four_threads_use_three_tiers_and_every_byte_is_right(tiers: Tiers, spaw
     storage._check()
     stats = storage.stats()
     assert len(cache) == sum(level.used for level in stats.levels.values())
-    for key, block in cache._blocks.items():
-        assert tiers.intact(storage, block.pages[0], key)
+    for stored in cache:
+        (page,) = cache._index.pages(stored)
+        assert tiers.intact(storage, page, stored)

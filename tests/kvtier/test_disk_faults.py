@@ -417,7 +417,7 @@ def test_a_corrupt_page_is_a_miss_and_the_rest_of_its_batch_are_hits(tiers: Tier
         fresh.commit()
     (pool,) = storage.levels[1].groups[0].memory.pools
     assert isinstance(pool, DiskPool)
-    block = cache._blocks[1].pages[0]
+    block = cache._index.blocks[1].pages[0]
     with open(f"/proc/self/fd/{pool.file._fd}", "r+b", buffering=0) as raw:
         os.pwrite(raw.fileno(), b"\x55" * 8, block.slot * pool.slot_size)
     with cache.acquire([0, 1, 2, 3]) as lease, pytest.raises(SlotReadError, match="is corrupt"):

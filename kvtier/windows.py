@@ -1,0 +1,74 @@
+"""Which blocks of a sequence each pool group still needs: all, or those a sliding window shows."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvtier.layout import GroupLayout
+
+__all__ = ["Windows"]
+
+P = TypeVar("P")
+
+
+class Windows:
+    """The pool groups, and what their windows show of leading blocks of a sequence.
+
+    Parameters
+    ----------
+    groups : sequence of GroupLayout
+        The pool groups.
+    tokens_per_block : int
+        Tokens of a block.
+    """
+
+    def __init__(self, groups: Sequence[GroupLayout], tokens_per_block: int) -> None:
+        self._groups = groups
+        self._tokens = tokens_per_block
+        everything = range(len(groups))
+        self.whole = [g for g in everything if groups[g].sliding_window_size is None]
+        """Groups that need every block."""
+        self.sliding = [g for g in everything if groups[g].sliding_window_size is not None]
+        """Groups with a window."""
+
+    def stale(self, group: int, blocks: int) -> tuple[int, int]:
+        """Tell which of so many full blocks the token behind them does not see: first and end."""
+        first, end = self._groups[group].stale_blocks(blocks * self._tokens, self._tokens)
+        return min(first, blocks), min(end, blocks)
+
+    def sinks(self, group: int) -> int:
+        """Count the blocks that are seen for ever; ValueError where a group has no window."""
+        if group not in self.sliding:
+            raise ValueError(f"group: {group} is not one of those with a window, {self.sliding}")
+        return -(-(self._groups[group].num_sink_tokens or 0) // self._tokens)
+
+    def usable(self, rows: Sequence[Sequence[P]], there: Callable[[P], bool]) -> int:
+        """Say how many leading blocks can be used, where groups with a window may lack some.
+
+        Parameters
+        ----------
+        rows : sequence of sequence
+            Of each block, what stands for its page of each group.
+        there : callable
+            Tells whether that is a page.
+        """
+        count = len(rows)
+        for group in self.sliding:
+            missing = [n for n, row in enumerate(rows) if not there(row[group])]
+            while count and missing:
+                first, end = self.stale(group, count)
+                at = bisect_left(missing, end)
+                if missing[0] >= first and (at == len(missing) or missing[at] >= count):
+                    break
+                count -= 1
+        if count < len(rows) and len(self.sliding) > 1:
+            return self.usable(rows[:count], there)  # the other windows end elsewhere now
+        return count
+
+    def hide(self, columns: Sequence[list[P | None]]) -> None:
+        """Put None where a window does not show a block; columns are by group, of all blocks."""
+        for group in self.sliding:
+            first, end = self.stale(group, len(columns[group]))
+            columns[group][first:end] = [None] * (end - first)
