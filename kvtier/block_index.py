@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -10,6 +11,7 @@ from typing import Generic, cast
 from hostmem import Event
 from kvtier.block import Block, Columns, Key, failed, is_there
 from kvtier.events import EventLog
+from kvtier.keys import decode_key
 from kvtier.page import Page
 from kvtier.storage import TierStorage
 from kvtier.windows import Windows
@@ -42,6 +44,31 @@ class BlockIndex(Generic[Key]):
         self._storage = storage
         self._groups = range(len(storage.plan.groups))
         storage.attach(self._dropped, self._moved if max_events else None)
+        if storage.persistent:
+            with storage.lock:
+                self._restore()
+
+    def _restore(self) -> None:
+        """Find again what the files of the last level hold; a block that lacks a page is none."""
+        found: dict[Key, dict[int, int]] = {}
+        for group in self._groups:
+            for slot, name in self._storage.restored(group):
+                with contextlib.suppress(ValueError):  # something else wrote there
+                    found.setdefault(cast(Key, decode_key(name)), {})[group] = slot
+        whole = set(self.windows.whole)
+        wanted = {key: slots for key, slots in found.items() if whole <= slots.keys()}
+        self.blocks = {key: Block(key) for key in wanted}
+        for block in self.blocks.values():
+            block.pages = (None,) * len(self._groups)
+        for group in self._groups:
+            some = [
+                (self.blocks[key], slots[group]) for key, slots in wanted.items() if group in slots
+            ]
+            blocks, places = [block for block, _ in some], [slot for _, slot in some]
+            for block, page in zip(blocks, self._storage.adopt(blocks, group, places), strict=True):
+                block.put(group, page)
+                if self.events is not None:
+                    self.events.note("stored", _keys([page]), group, None, self._name(page.level))
 
     # --------------------------------------------------------------------------------- finding
 

@@ -16,6 +16,7 @@ from kvtier.block_index import BlockIndex
 from kvtier.block_job import BlockJob
 from kvtier.engine_pages import EnginePages
 from kvtier.events import BlockEvent
+from kvtier.keys import encode_key
 from kvtier.leases import BlockLease, BlockReservation
 from kvtier.page import Page
 from kvtier.storage import TierStorage
@@ -341,10 +342,13 @@ class BlockCache(Generic[Key]):
             return BlockReservation(self, fresh, columns)
 
     def _check_keys(self, keys: Sequence[Key]) -> None:
-        """Raise ValueError if a key occurs twice."""
+        """Raise ValueError if a key occurs twice, or TypeError if one cannot be stored."""
         if len(set(keys)) < len(keys):
             twice = next(key for n, key in enumerate(keys) if key in keys[:n])
             raise ValueError(f"keys: {twice!r} occurs twice")
+        if self._storage.persistent:
+            for key in keys:
+                encode_key(key)
 
     # --------------------------------------------------------------------- an engine's own pages
 

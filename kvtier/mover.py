@@ -18,6 +18,7 @@ from hostmem.units import format_size
 from kvtier.latch import Latch
 from kvtier.levels import Level
 from kvtier.page import Departure, Page
+from kvtier.records import Records
 from kvtier.stats import Meter
 from kvtier.transfer.copier import PageCopier
 from kvtier.transfer.jobs import Dependencies, all_of
@@ -86,21 +87,31 @@ class Mover:
         Guards what must not be left half done.
     meter : Meter
         Told of what moves.
+    records : Records, optional
+        Of a last level whose files outlive the process.
     """
 
     def __init__(
-        self, levels: Sequence[Level], copier: PageCopier, latch: Latch, meter: Meter
+        self,
+        levels: Sequence[Level],
+        copier: PageCopier,
+        latch: Latch,
+        meter: Meter,
+        records: Records | None = None,
     ) -> None:
         self._levels = levels
         self._copier = copier
         self._latch = latch
         self._meter = meter
+        self._records = records
         self.on_drop: Callable[[Page], None] | None = None
         """Told of each page that is dropped."""
         self.on_move: Callable[[Sequence[Page], int, int], None] | None = None
         """Told of pages, the level they leave and the one they go to."""
         self.pages_dropped = 0
         """Pages that left the last level, or were lost on the way, so far."""
+        self.deferred: set[Page] = set()
+        """Pages that somebody waits for, who will see to them if their copy fails."""
         self._moving: dict[str, deque[_Moving]] = {}  # by pair of levels, oldest first
         # By slots whose copy is not settled and that nobody has got since: who left them last.
         self._left = [[dict[int, Departure]() for _ in level.groups] for level in levels]
@@ -306,10 +317,15 @@ class Mover:
         after = Dependencies(gathered([page.ready for page in pages]), fences)
         source_group = self._levels[source].groups[group]
         target = self._levels[to].groups[group].memory
+        names = None
+        if self._records is not None and to == self._records.level:
+            names = self._records.note(pages, ids)
         if to == source:
-            events = self._copier.relocate(source_group.memory, old, ids, after)
+            events = self._copier.relocate(target, old, ids, after, names=names)
         else:
-            events = self._copier.copy(source_group.memory, old, target, ids, after, up=to < source)
+            events = self._copier.copy(
+                source_group.memory, old, target, ids, after, up=to < source, names=names
+            )
         pair = f"{self._levels[source].name}->{self._levels[to].name}"
         page_bytes = source_group.memory.page_bytes
         departures = [Departure(page, source, page.slot, page.ready) for page in pages]
@@ -424,7 +440,7 @@ class Mover:
         """Put pages that a failed copy has lost back where they were, or drop them."""
         dropped = []
         for page in pages:
-            if page.freed or not page.lost:
+            if page.freed or page in self.deferred or not page.lost:
                 continue
             policy = self._levels[page.level].policies[page.group]
             if page in policy:
@@ -434,7 +450,13 @@ class Mover:
                 continue
             self.free([page], page.level, page.group)
             dropped.append(page)
+        self.forget(dropped)
         self._tell_dropped(dropped)
+
+    def forget(self, pages: Sequence[Page]) -> None:
+        """Let pages that are gone for good not come back when their file is opened again."""
+        if self._records is not None:
+            self._records.forget(pages)
 
     def is_whole(self, gone: Departure) -> bool:
         """Tell whether a page whose copy failed can be as it was, where it was."""

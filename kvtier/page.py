@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import cast
 
 from hostmem.device import DONE, Event
 
@@ -39,6 +40,7 @@ class Page:
         "priority",
         "ready",
         "slot",
+        "stored",
         "unread",
     )
 
@@ -72,8 +74,15 @@ class Page:
         """What leaves a level first, before its policy is asked: the lowest."""
         self.origin: Departure | None = None
         """Where its last move took it from."""
+        self.stored = -1
+        """Slot of a file that outlives the process where it was written last; -1 for none."""
         self.unread = False
         """Whether it is where it was because the last attempt to read it there failed."""
+
+    @property
+    def content(self) -> Hashable:
+        """What names its bytes, which may come back in another page: the key of its owner."""
+        return cast(Hashable, getattr(self.owner, "key", self.owner))
 
     @property
     def freed(self) -> bool:

@@ -13,18 +13,19 @@ from typing import cast
 
 import numpy as np
 
-from hostmem import ClosedError, Event, ResourceBusyError, resolve_device
+from hostmem import ClosedError, Event, resolve_device
 from hostmem.closing import Closable
-from hostmem.device import DONE, DeviceLike, fresh
+from hostmem.device import DONE, DeviceLike
 from hostmem.units import Size, format_size, parse_size
-from kvtier.config import KVCacheManagerConfig
+from kvtier.config import DiskCacheTierConfig, KVCacheManagerConfig
 from kvtier.eviction import make_policy
 from kvtier.latch import Latch
 from kvtier.levels import Level, build_level, default_max_quota
 from kvtier.mover import Mover
-from kvtier.page import Departure, Page
+from kvtier.page import Page
 from kvtier.plan import CachePlan, make_plan
-from kvtier.slots import SlotAllocator
+from kvtier.records import Records
+from kvtier.resizer import Resizer
 from kvtier.stats import LevelStats, Meter, Scope, StorageStats
 from kvtier.transfer.codec import ColdPageCodec
 from kvtier.transfer.copier import PageCopier, reachable
@@ -101,7 +102,11 @@ class TierStorage(Closable):
         self.levels = tuple(levels)
         """The levels, hot to cold."""
         self._leased = [0] * len(self.plan.groups)
-        self._mover = Mover(self.levels, self._copier, self._latch, self._meter)
+        last = config.cache_tiers[-1]
+        persistent = isinstance(last, DiskCacheTierConfig) and last.persist
+        self._records = Records(self.levels[-1]) if persistent else None
+        self._mover = Mover(self.levels, self._copier, self._latch, self._meter, self._records)
+        self._resizer = Resizer(self._mover, self._latch, self.lock)
         self._pid = os.getpid()
         _storages.add(self)
 
@@ -286,12 +291,12 @@ class TierStorage(Closable):
         """Undo one `lease` of each page; nobody gets their slots before ``after`` has finished."""
         with self.lock:
             failed = []
-            use = () if after.query() else (after,)
+            pending = not after.query()
             for page in pages:
                 if page.leases == 0:
                     raise ValueError(f"{page} is not leased")
                 page.leases -= 1
-                if use:
+                if pending:
                     page.fences = _added(page.fences, after)
                 if not page.leases:
                     self._leased[page.group] -= 1
@@ -362,6 +367,51 @@ class TierStorage(Closable):
         with self.lock:
             self._mover.check_room(wanted)
 
+    @property
+    def persistent(self) -> bool:
+        """Whether pages of the last level come back when another storage is built on its files."""
+        return self._records is not None
+
+    def restored(self, group: int) -> list[tuple[int, bytes]]:
+        """Give the slots of the last level that came back with its files, and what is in them.
+
+        They are in the order in which they were written. Whoever has a use for them calls `adopt`
+        before the first page is made; to the others they are free slots.
+        """
+        return [] if self._records is None else list(self._records.restored(group))
+
+    def adopt(self, owners: Sequence[Hashable], group: int, slots: Sequence[int]) -> list[Page]:
+        """Make pages of slots of the last level that were `restored`.
+
+        Parameters
+        ----------
+        owners : sequence of hashable
+            What each page belongs to.
+        group : int
+            Pool group.
+        slots : sequence of int
+            Their slots.
+
+        Raises
+        ------
+        ValueError
+            One is in use, or was not restored; nothing has changed.
+        """
+        with self.lock:
+            self._check_open()
+            level = self.levels[-1]
+            known = {slot for slot, _ in self.restored(group)}
+            if not known.issuperset(slots) or not self._mover.adopt(level.index, group, slots):
+                raise ValueError(f"slots: {slots!r} are not all restored and free")
+            pages = []
+            with self._latch:
+                for owner, slot in zip(owners, slots, strict=True):
+                    page = Page(owner, group, slot, (), level=level.index)
+                    cast(Records, self._records).adopt(page)
+                    level.policies[group].insert(page)
+                    pages.append(page)
+            return pages
+
     def keep(self, pages: Iterable[Page], kept: bool = True) -> None:
         """Let pages be moved down but never dropped, or let them be dropped again."""
         with self.lock:
@@ -395,19 +445,23 @@ class TierStorage(Closable):
         Nobody gets their slots before ``after`` has finished.
         """
         with self.lock, self._latch:
-            use = () if after.query() else (after,)
-            for page in pages:
+            pending = not after.query()
+            gone: dict[tuple[int, int], list[Page]] = {}
+            for page in dict.fromkeys(pages):
                 if page.freed:
                     continue  # with another page of its block
                 if page.leases:
                     page.leases = 0
                     self._leased[page.group] -= 1
-                if use:
+                if pending:
                     page.fences = _added(page.fences, after)
-                level = self.levels[page.level]
-                if page in level.policies[page.group]:
-                    level.policies[page.group].remove(page)
-                self._mover.free([page], page.level, page.group)
+                policy = self.levels[page.level].policies[page.group]
+                if page in policy:
+                    policy.remove(page)
+                gone.setdefault((page.level, page.group), []).append(page)
+            for (level, group), some in gone.items():
+                self._mover.forget(some)
+                self._mover.free(some, level, group)
 
     # ---------------------------------------------------------------------------------- quota
 
@@ -417,7 +471,8 @@ class TierStorage(Closable):
         A growth of the hot level blocks until its memory is usable; host memory is filled in the
         background. Shrinking moves the least valuable pages down (or drops them, from the last
         level) and the rest into the slots that stay; it blocks until the copies out of the slots
-        that go have finished.
+        that go have finished. Others go on meanwhile, unless the caller holds `lock`. Changes of
+        several threads take turns.
 
         Parameters
         ----------
@@ -443,90 +498,8 @@ class TierStorage(Closable):
         """
         with self.lock:
             self._check_open()
-            changed = self.levels[level]
-            old = [group.slots.n_slots for group in changed.groups]
-            plan = changed.plan.at(parse_size(quota, "quota"))
-            new = plan.slots
-            self._mover.settle()
-            shrinking = [g for g in range(len(new)) if new[g] < old[g]]
-            growing = [g for g in range(len(new)) if new[g] > old[g]]
-            for group in shrinking:
-                self._check_shrink(level, group, new[group])
-            with contextlib.ExitStack() as undo:
-                for group in shrinking:
-                    self._shrink(level, group, new[group])
-                    undo.callback(self._grow, level, group, old[group])
-                for group in growing:
-                    self._grow(level, group, new[group])
-                    undo.callback(self._shrink, level, group, old[group])
-                undo.pop_all()
-            changed.quota = plan.quota
-
-    def _check_shrink(self, level: int, group: int, n_slots: int) -> None:
-        """Refuse a shrink that leases, or the levels below, do not allow."""
-        slots = self.levels[level].groups[group].slots
-        movable = {p.slot for p in self.levels[level].policies[group].victims() if not p.leases}
-        held = [s for s in slots.live_above(n_slots).tolist() if s not in movable]
-        if held:
-            raise ResourceBusyError(
-                f"level {self.levels[level].name}, group {group}: slots {held[:8]} are leased and "
-                f"would go with {n_slots} slots; release them first",
-                level=level,
-                group=group,
-                slots=held,
-            )
-        if (excess := slots.in_use - n_slots) > 0:
-            self._mover.plan_eviction(level, group, excess)
-
-    def _shrink(self, level: int, group: int, n_slots: int) -> None:
-        """Empty the slots from ``n_slots`` on, and give their memory back."""
-        where = self.levels[level].groups[group]
-        policy = self.levels[level].policies[group]
-        before = where.slots.n_slots
-        where.slots.begin_shrink(n_slots)
-        try:
-            if (excess := where.slots.in_use - n_slots) > 0:
-                departures = self._mover.evict(level, group, excess)
-                self._wait_departed(where.slots, departures)  # before others take their slots
-            above = [p for p in policy.victims() if p.slot >= n_slots]
-            self._wait_departed(where.slots, self._mover.relocate(above, level, group))
-        except BaseException:
-            where.slots.cancel_shrink()
-            raise
-        for event in cast(tuple[Event, ...], where.slots.resize(n_slots)):
-            event.wait_finished()
-        self._mover.forget_left(level, group, n_slots)
-        try:
-            where.memory.resize(n_slots)
-        except BaseException:
-            where.slots.resize(before)
-            raise
-        policy.capacity = n_slots
-
-    def _wait_departed(self, slots: SlotAllocator, departures: Sequence[Departure]) -> None:
-        """Wait for pages to leave the slots of a shrink; those that cannot return, and it ends."""
-        for gone in departures:
-            gone.page.ready.wait_finished()
-        failed = [gone for gone in departures if gone.page.lost and self._mover.is_whole(gone)]
-        if failed:
-            cause = failed[0].page.ready.error
-            slots.cancel_shrink()
-            with self._latch:
-                self._mover.settle()
-            raise fresh(cast(BaseException, cause)) from cause
-
-    def _grow(self, level: int, group: int, n_slots: int) -> None:
-        where = self.levels[level].groups[group]
-        before = where.slots.n_slots
-        try:
-            where.memory.resize(n_slots)
-            if self.levels[level].plan.hot:
-                where.memory.wait_usable()  # hot slots are written without asking
-        except BaseException:
-            where.memory.resize(before)
-            raise
-        where.slots.resize(n_slots)
-        self.levels[level].policies[group].capacity = n_slots
+            plan = self.levels[level].plan.at(parse_size(quota, "quota"))
+        self._resizer.change(self.levels[level], plan)
 
     # ------------------------------------------------------------------------------ inspection
 

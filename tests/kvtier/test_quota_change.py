@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.kvtier.conftest import Tiers
+    from tests.threads import Spawn
 
 MIB = 1 << 20
 PAGE = MIB // 2  # four to a grain
@@ -234,4 +235,86 @@ def test_a_hot_level_whose_growth_fails_is_as_it_was(tiers: Tiers, storage: Tier
     assert state(storage, pages) == before
     storage.adjust_cache_level(0, "4MiB")
     pages += fill(tiers, storage, range(4, 8))
+    assert_all_there(tiers, storage, pages)
+
+
+def test_others_go_on_while_a_level_waits_for_its_memory(
+    tiers: Tiers, storage: TierStorage, spawn: Spawn
+) -> None:
+    pages = fill(tiers, storage, range(4))
+    storage.levels[1].groups[0].memory.wait_usable()  # or its fill would be held
+    with FaultPlan() as plan:
+        held = plan.hold("madvise(MADV_POPULATE_WRITE)")
+        growth = spawn(storage.adjust_cache_level, 0, "4MiB")
+        held.wait_reached()
+        pages += tiers.new(storage, 4)  # moves another one down: there is no more room yet
+        assert [page.level for page in pages] == [1, 0, 0, 0, 0]
+        assert storage.quota(0) == 2 * MIB
+        held.release()
+        growth.result(60)
+    assert storage.quota(0) == 4 * MIB
+    assert_all_there(tiers, storage, pages)
+
+
+def spread(tiers: Tiers, storage: TierStorage) -> list[Page]:
+    """Four pages in the upper half of eight hot slots."""
+    storage.adjust_cache_level(0, "4MiB")
+    pages = fill(tiers, storage, range(8))
+    storage.discard(pages[:4])
+    assert [page.slot for page in pages[4:]] == [4, 5, 6, 7]
+    return pages[4:]
+
+
+def test_others_go_on_while_a_shrink_waits_for_its_copies(
+    tiers: Tiers, storage: TierStorage, spawn: Spawn
+) -> None:
+    pages = spread(tiers, storage)
+    with FaultPlan() as plan:
+        held = plan.hold("process_vm_readv")
+        shrink = spawn(storage.adjust_cache_level, 0, "2MiB")
+        held.wait_reached()
+        storage.lease(pages)  # wherever they are by now
+        assert storage.onboard(pages) == []
+        assert sorted(page.slot for page in pages) == [0, 1, 2, 3]
+        with pytest.raises(OutOfPagesError):
+            storage.new_pages(["another"], 0)  # the slots that go are not handed out
+        storage.release(pages)
+        held.release()
+        shrink.result(60)
+    assert storage.quota(0) == 2 * MIB
+    assert_all_there(tiers, storage, pages)
+
+
+def test_changes_of_a_quota_take_turns(tiers: Tiers, storage: TierStorage, spawn: Spawn) -> None:
+    pages = spread(tiers, storage)
+    with FaultPlan() as plan:
+        held = plan.hold("process_vm_readv")
+        shrink = spawn(storage.adjust_cache_level, 0, "2MiB")
+        held.wait_reached()
+        growth = spawn(storage.adjust_cache_level, 0, "8MiB")
+        held.release()
+        shrink.result(60)
+        growth.result(60)
+    assert storage.quota(0) == 8 * MIB
+    assert_all_there(tiers, storage, pages)
+
+
+def test_a_page_that_cannot_leave_its_slot_keeps_it_whoever_learns_of_it_first(
+    tiers: Tiers, storage: TierStorage
+) -> None:
+    pages = spread(tiers, storage)
+    level, resizer = storage.levels[0], storage._resizer
+    with FaultPlan() as plan:
+        plan.fail("process_vm_readv", errno.EFAULT, times=None)
+        departures = resizer._empty(level, {0: 4})
+        assert sorted(page.slot for page in pages) == [0, 1, 2, 3]
+        for page in pages:
+            page.ready.wait_finished()
+        storage.settle()  # another thread's: it leaves the pages to the one that shrinks
+        storage.resolve(pages)
+        with pytest.raises(OSError, match="process_vm_readv"):
+            resizer._settle_departures(level, departures)
+    assert [page.slot for page in pages] == [4, 5, 6, 7]
+    assert_all_there(tiers, storage, pages)
+    storage.adjust_cache_level(0, "2MiB")
     assert_all_there(tiers, storage, pages)
