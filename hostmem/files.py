@@ -1,4 +1,4 @@
-"""Files and memory by address: vectored I/O without the GIL, room set aside, checksums."""
+"""Files and memory by address: vectored I/O without the GIL, room set aside, checksums, locks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,20 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from hostmem._sys import linux
+from hostmem import procfs
+from hostmem._sys import file_lock, linux
 
-__all__ = ["checksums", "read_ranges", "set_room_aside", "write_ranges"]
+__all__ = [
+    "checksums",
+    "lock",
+    "lock_holder",
+    "memory_at",
+    "read_ranges",
+    "set_room_aside",
+    "unlock",
+    "write_at",
+    "write_ranges",
+]
 
 Addresses = NDArray[np.uint64]
 
@@ -50,6 +61,12 @@ def write_ranges(fd: int, offset: int, addresses: Addresses, nbytes: int) -> Non
     _transfer(linux.pwritev, fd, offset, addresses, nbytes)
 
 
+def write_at(fd: int, offset: int, data: bytes) -> None:
+    """Write bytes to a place of a file, all of them; see `write_ranges`."""
+    interface = np.frombuffer(data, np.uint8).__array_interface__
+    write_ranges(fd, offset, np.array([interface["data"][0]], np.uint64), len(data))
+
+
 def set_room_aside(fd: int, offset: int, nbytes: int) -> bool:
     """Make a file hold a range, with room for it on the disk if the file system can.
 
@@ -72,6 +89,47 @@ def set_room_aside(fd: int, offset: int, nbytes: int) -> bool:
         os.ftruncate(fd, max(offset + nbytes, os.fstat(fd).st_size))
         return False
     return True
+
+
+def lock(fd: int) -> bool:
+    """Lock a file for this open file alone, until it is closed (flock); never blocks.
+
+    Returns
+    -------
+    bool
+        Whether it did; if not, another open file has the lock.
+
+    Raises
+    ------
+    OSError
+        The file system has no locks.
+    """
+    try:
+        return file_lock.lock(fd)
+    except OSError as error:
+        raise OSError(error.errno, f"flock: {linux.meaning(error.errno)}") from error
+
+
+def unlock(fd: int) -> None:
+    """Release the lock of `lock`, also where another process has inherited the open file."""
+    file_lock.unlock(fd)
+
+
+def lock_holder(fd: int) -> int | None:
+    """Say which process took the lock of a file; None where the kernel does not show it."""
+    found = os.fstat(fd)
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+    # "2: FLOCK  ADVISORY  WRITE 4711 fe:00:1234 0 EOF"; who waits has an arrow behind the number.
+    for line in procfs.read("/proc/locks").splitlines():
+        parts = line.split()
+        if parts[1] == "FLOCK" and parts[5] == f"{device}:{found.st_ino}":
+            return int(parts[4]) if int(parts[4]) > 0 else None
+    return None
+
+
+def memory_at(address: int, nbytes: int) -> NDArray[np.uint8]:
+    """Show a memory range as an array. The caller sees to it that the range stays."""
+    return np.frombuffer(linux.buffer(address, nbytes), np.uint8)
 
 
 def checksums(addresses: Addresses, nbytes: int) -> NDArray[np.uint32]:

@@ -104,12 +104,14 @@ class RangeTable:
 
         Ending in the next range of the table is leaving, too. Sizes are at least 1.
         """
-        # One snapshot for both ends: a range added in between would shift the numbers.
         snapshot = self._arrays()
-        first = _index(starts, *snapshot)
-        last = _index(starts + sizes - np.uint64(1), *snapshot)
-        bad = np.flatnonzero((first >= 0) & (first != last))
-        return int(bad[0]) if len(bad) else None
+        index = _index(starts, *snapshot)
+        inside = index >= 0
+        if not inside.any():
+            return None
+        # Ranges do not overlap: what ends in the one that it begins in ends before that does.
+        leaves = inside & (starts + sizes > snapshot[1][index])
+        return int(leaves.argmax()) if leaves.any() else None
 
     def _arrays(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         snapshot = self._snapshot
@@ -125,6 +127,6 @@ def _index(
 ) -> NDArray[np.int64]:
     if not len(starts):
         return np.full(len(values), -1, np.int64)
-    at = np.searchsorted(starts, values, side="right").astype(np.int64) - 1
-    at[(at >= 0) & (values >= ends[at])] = -1
+    at = starts.searchsorted(values, side="right") - 1
+    at[values >= ends[at]] = -1  # before the first one it is -1 already
     return at

@@ -224,6 +224,18 @@ class BlockIndex(Generic[Key]):
             self.lost += page.lost
             self.remove(block)
 
+    def check(self) -> None:
+        """Verify every invariant of the index; AssertionError where one is broken."""
+        for key, block in self.blocks.items():
+            pages = [page for page in block.pages if page is not None]
+            assert block.key == key, f"{block} is found as {key!r}"
+            assert pages, f"{block} has no page"
+            assert all(block.pages[group] is not None for group in self.windows.whole), f"{block}"
+            for page in pages:
+                assert page.owner is block, f"{page} belongs to {page.owner}, not to {block}"
+                policy = self._storage.levels[page.level].policies[page.group]
+                assert page in policy, f"{page} is not where it should be"
+
     # ---------------------------------------------------------------------------------- events
 
     def _moved(self, pages: Sequence[Page], source: int, to: int) -> None:

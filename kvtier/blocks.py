@@ -275,7 +275,10 @@ class BlockCache(Generic[Key]):
                 k for k in there if not self._index.is_unread(k)
             }
             if taken:
-                raise ValueError(f"keys: {next(iter(taken))!r} is there already or reserved")
+                raise ValueError(
+                    f"keys: {next(iter(taken))!r} is there already or reserved; where that may be, "
+                    "reserve None and give the key to commit"
+                )
             blocks = [Block[Key](key) for key in keys]
             wanted = np.ones((len(self._groups), len(blocks)), bool)
             self._storage.check_room(dict.fromkeys(self._groups, len(blocks)))
@@ -501,6 +504,12 @@ class BlockCache(Generic[Key]):
         return 0 if events is None else events.dropped
 
     # ------------------------------------------------------- what leases and reservations call
+
+    def _check(self) -> None:
+        """Verify every invariant of cache and storage; AssertionError where one is broken."""
+        with self._storage.lock:
+            self._index.check()
+            self._storage._check()
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
         """Count the time of a ``with`` block as waiting for something."""

@@ -25,8 +25,9 @@ from hostmem import machine
 from hostmem.page_mode import resolve_page_mode
 from hostmem.units import Size, parse_size
 from kvtier.layout import group_layouts
-from kvtier.plan import CachePlan, ColdPages, cold_page_bytes, make_plan, plan_level
+from kvtier.plan import CachePlan, cold_page_bytes, make_plan, plan_level
 from kvtier.quota import exact_size, grain_of, minimum_quota
+from kvtier.transfer.codec import ColdPageCodec, check_codec
 
 __all__ = [
     "AttentionLayerConfig",
@@ -236,9 +237,6 @@ class DiskCacheTierConfig(CacheTierConfig):
 
     def _problems_here(self) -> Iterator[str]:
         """Yield what is wrong with the directory, and that the compression is not installed."""
-        for field in ("persist", "compression"):
-            if getattr(self, field):
-                yield f"disk.{field}: can be planned with, but this version cannot build it yet"
         if self.compression in _COMPRESSIONS and find_spec(self.compression) is None:
             yield (
                 f"disk.compression: {self.compression!r} needs the module of that name; "
@@ -336,7 +334,7 @@ class KVCacheManagerConfig(_Checked):
     """Share of the hot level, above 0 and at most 1, up to which a paused request may resume."""
     initial_pool_ratio: Sequence[float] | None = None
     """A positive number for each pool group, by which the quotas are split; None: page bytes."""
-    cold_page_codec: ColdPages | None = None
+    cold_page_codec: ColdPageCodec | None = None
     """What a page is made of in the levels that are not hot; None: the hot buffers of its layers,
     one after another."""
 
@@ -346,6 +344,8 @@ class KVCacheManagerConfig(_Checked):
         tiers = _all(self.cache_tiers, CacheTierConfig, "cache_tiers")
         object.__setattr__(self, "cache_tiers", tiers)
         object.__setattr__(self, "layers", _all(self.layers, AttentionLayerConfig, "layers"))
+        if self.cold_page_codec is not None:
+            check_codec(self.cold_page_codec)
         _all([self.max_util_for_resume], Real, "max_util_for_resume")
         if self.initial_pool_ratio is not None:
             ratio = _all(self.initial_pool_ratio, Real, "initial_pool_ratio")

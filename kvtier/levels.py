@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Hashable
 from functools import partial
-from typing import cast
+from operator import attrgetter
+from pathlib import Path
 
 from hostmem import CudaDevice, CudaMemory, Device, HostMem, machine
 from kvtier.config import (
@@ -51,7 +51,7 @@ class Level:
         """Bytes it may use now."""
         self.groups = groups
         self.policies: list[EvictionPolicy[Page]] = [
-            ByPriority(partial(_make_policy, policy), _priority, group.slots.n_slots)
+            ByPriority(partial(_make_policy, policy), attrgetter("priority"), group.slots.n_slots)
             for group in groups
         ]
         """What goes first, by pool group."""
@@ -90,37 +90,38 @@ _leaked: list[PoolGroup] = []
 
 
 def _make_policy(name: str, capacity: int | None) -> EvictionPolicy[Page]:
-    return make_policy(name, capacity, _what_it_holds)
-
-
-def _priority(page: Page) -> int:
-    return page.priority
-
-
-def _what_it_holds(page: Page) -> Hashable:
-    """Name what a page holds, which may come back in another page."""
-    return cast(Hashable, getattr(page.owner, "key", page.owner))
+    return make_policy(name, capacity, attrgetter("content"))
 
 
 def default_max_quota(tier: CacheTierConfig, device: Device) -> int:
     """Bytes a level can ever use here, where the configuration does not bound it."""
     if isinstance(tier, DiskCacheTierConfig):
-        return shutil.disk_usage(tier.path).free
+        return shutil.disk_usage(tier.path).free + (_kept_bytes(tier.path) if tier.persist else 0)
     if isinstance(tier, HostCacheTierConfig):
         return machine().memory_for_process
     return device.memory_total
 
 
 def build_level(
-    index: int, plan: LevelPlan, tier: CacheTierConfig, device: Device, policy: str
+    index: int,
+    plan: LevelPlan,
+    tier: CacheTierConfig,
+    device: Device,
+    policy: str,
+    *,
+    layout: bytes = b"",
 ) -> Level:
-    """Reserve the memory of a level; all or nothing. Host memory is filled in the background."""
+    """Reserve the memory of a level; all or nothing. Host memory is filled in the background.
+
+    Files that outlive the process keep ``layout``, what the bytes of a page mean: at most 256
+    bytes.
+    """
     groups: list[PoolGroup] = []
     with contextlib.ExitStack() as undo:
         for group, slot_sizes in enumerate(plan.slot_sizes):
             pools: list[Pool] = []
             for number, slot_size in enumerate(slot_sizes):
-                pool = _build_pool(plan, group, number, slot_size, tier, device)
+                pool = _build_pool(plan, group, number, slot_size, tier, device, layout)
                 undo.callback(pool.close)
                 pools.append(pool)
             memory = PageMemory(pools, group, hot=plan.hot)
@@ -137,10 +138,15 @@ def _build_pool(
     slot_size: int,
     tier: CacheTierConfig,
     device: Device,
+    layout: bytes,
 ) -> Pool:
     slots = plan.slots[group]
     if isinstance(tier, DiskCacheTierConfig):
-        return DiskPool(SlotFile(tier.path, slot_size, slots))
+        name = _file_name(group) if tier.persist else None
+        how = tier.compression
+        return DiskPool(
+            SlotFile(tier.path, slot_size, slots, name=name, layout=layout, compression=how)
+        )
     capacity, size, unit = plan.max_quota, slots * slot_size, plan.unit(group, number)
     if plan.tier is CacheTier.GPU and isinstance(device, CudaDevice):
         return MemoryPool(CudaMemory(device, capacity, size, unit), slot_size)
@@ -156,3 +162,16 @@ def _build_pool(
         wait=plan.tier is CacheTier.GPU,
     )
     return MemoryPool(memory, slot_size)
+
+
+def _file_name(group: int | str) -> str:
+    return f"kvtier-g{group}.slots"
+
+
+def _kept_bytes(folder: str) -> int:
+    """Bytes of a directory that the files of an earlier process take: they are used again."""
+    files = Path(folder).glob(_file_name("*"))
+    return sum(file.stat().st_blocks * _BLOCK for file in files)
+
+
+_BLOCK = 512  # what st_blocks counts, whatever the file system's block is

@@ -18,6 +18,7 @@ except ImportError as error:
 __all__ = ["StorageCollector"]
 
 _LEVEL, _PAIR, _WHAT = ("level",), ("source", "destination"), ("what",)
+_FILE = ("group",)
 
 _GAUGES = {
     "level_slots": (_LEVEL, "Pages that a level can hold."),
@@ -39,6 +40,11 @@ _COUNTERS = {
     "hit_blocks": (_LEVEL, "Blocks that were asked for and found, by the level they were in."),
     "missed_blocks": ((), "Blocks that were asked for and not found."),
     "dropped_pages": ((), "Pages evicted from the last level."),
+    "disk_written_bytes": (_FILE, "Bytes written to the file of a pool group."),
+    "disk_read_bytes": (_FILE, "Bytes read from the file of a pool group."),
+    "disk_failed_writes": (_FILE, "Pages that could not be written to disk."),
+    "disk_failed_reads": (_FILE, "Pages that could not be read from disk, corrupt ones included."),
+    "disk_corrupt_pages": (_FILE, "Pages read from disk that were not what had been written."),
     "waits": (_WHAT, "Times that somebody waited."),
     "wait_seconds": (_WHAT, "Seconds that were waited."),
 }
@@ -120,5 +126,11 @@ def _samples(stats: StorageStats) -> Iterator[tuple[str, tuple[str, ...], float]
         yield "waits", (what,), waits.count
         yield "wait_seconds", (what,), waits.seconds
         yield "wait_longest_seconds", (what,), waits.longest
+    for group, found in enumerate(stats.files):
+        yield "disk_written_bytes", (str(group),), found.bytes_written
+        yield "disk_read_bytes", (str(group),), found.bytes_read
+        yield "disk_failed_writes", (str(group),), found.write_failures
+        yield "disk_failed_reads", (str(group),), found.read_failures
+        yield "disk_corrupt_pages", (str(group),), found.corrupt
     yield "missed_blocks", (), activity.misses
     yield "dropped_pages", (), stats.pages_dropped

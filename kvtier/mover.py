@@ -53,10 +53,6 @@ class _Moving:
     """Where they were; nothing for copies from and to others' memory."""
 
 
-def _may_leave(last: bool) -> Callable[[Page], bool]:
-    return _may_be_dropped if last else _may_move
-
-
 def _may_move(page: Page) -> bool:
     return page.leases == 0
 
@@ -196,12 +192,13 @@ class Mover:
 
     # --------------------------------------------------------------------------------- eviction
 
-    def plan_eviction(self, level: int, group: int, n: int) -> _Eviction:
+    def plan_eviction(self, level: int, group: int, n: int, *, anywhere: bool = False) -> _Eviction:
         """Choose what leaves a level and those below so that ``n`` slots get free; changes nothing.
 
         Its least valuable pages go to the next level, where as many must make room as find none;
         the last level drops them. Who arrives at a level may have to leave it at once. A page
-        whose bytes a failed copy lost does not arrive anywhere.
+        whose bytes a failed copy lost does not arrive anywhere. While a level is about to shrink,
+        only slots that stay count, unless it is for the shrink: then pages leave from ``anywhere``.
         """
         plan = _Eviction([], [])
         arriving: list[Page] = []
@@ -209,7 +206,8 @@ class Mover:
         for at in self._levels[level:]:
             last = at is self._levels[-1]
             candidates = chain(at.policies[group].victims(), arriving)
-            leaving = list(islice(filter(_may_leave(last), candidates), missing))
+            may_leave = self._leaver(at, group, anywhere and at.index == level)
+            leaving = list(islice(filter(may_leave, candidates), missing))
             if len(leaving) < missing:
                 raise self._no_room(at.index, group, missing)
             gone = set(leaving)
@@ -224,7 +222,16 @@ class Mover:
             missing = max(len(arriving) - room, 0)
         return plan
 
-    def evict(self, level: int, group: int, n: int) -> list[Departure]:
+    def _leaver(self, at: Level, group: int, anywhere: bool) -> Callable[[Page], bool]:
+        """Give a function that tells whether a page may leave a level, to make room there."""
+        may_leave = _may_be_dropped if at is self._levels[-1] else _may_move
+        slots = at.groups[group].slots
+        limit, index = slots.limit, at.index
+        if anywhere or limit == slots.n_slots:
+            return may_leave
+        return lambda page: may_leave(page) and not (page.level == index and page.slot >= limit)
+
+    def evict(self, level: int, group: int, n: int, *, anywhere: bool = False) -> list[Departure]:
         """Free ``n`` slots of a level, or change nothing; see `plan_eviction`.
 
         Kept pages are waited for, because they must not be lost: this blocks while they move.
@@ -240,12 +247,13 @@ class Mover:
             Leased or kept pages leave no room, or a kept page could not be moved and is where it
             was; no page went that would not have gone before it.
         """
-        plan = self.plan_eviction(level, group, n)
+        plan = self.plan_eviction(level, group, n, anywhere=anywhere)
         departures: list[Departure] = []
         trouble: BaseException | None = None
         with self._latch:
             for at, own, _ in plan.levels:
-                at.policies[group].evict(own, _may_leave(at is self._levels[-1]))
+                may_leave = self._leaver(at, group, anywhere and at.index == level)
+                at.policies[group].evict(own, may_leave)
             for source, some in groupby(plan.dropped, attrgetter("level")):
                 self.free(list(some), source, group)
             for at, _, arrivals in reversed(plan.levels):  # whose slots have become free below
@@ -482,3 +490,9 @@ class Mover:
         page.origin = None
         source.policies[page.group].insert(page)
         return True
+
+    def check(self, level: int, group: int, in_use: set[int]) -> None:
+        """Verify what is remembered of the slots of a level that are free."""
+        for slot, gone in self._left[level][group].items():
+            assert slot not in in_use, f"slot {slot} of level {level} was left and is in use"
+            assert (gone.level, gone.slot, gone.page.group) == (level, slot, group)

@@ -10,26 +10,17 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hostmem.units import align_up, format_size
 from kvtier.layout import GroupLayout, group_layouts
 from kvtier.quota import exact_size, exact_weights, grain_of, quota_holding, slots_in, split_quota
+from kvtier.transfer.codec import ColdPageCodec, configured
 
 if TYPE_CHECKING:
     from kvtier.config import CacheTier, CacheTierConfig, KVCacheManagerConfig
 
-__all__ = ["CachePlan", "ColdPages", "LevelPlan", "cold_page_bytes", "make_plan", "plan_level"]
-
-
-class ColdPages(Protocol):
-    """What a plan asks a `ColdPageCodec`."""
-
-    def configure(self, groups: tuple[GroupLayout, ...]) -> None:
-        """Learn the pool groups; whenever a plan is made, and the same ones each time."""
-
-    def page_bytes(self, group: int) -> int:
-        """Give the bytes of a page of a group in every level that is not hot."""
+__all__ = ["CachePlan", "LevelPlan", "cold_page_bytes", "make_plan", "plan_level"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,25 +232,13 @@ def make_plan(
     return CachePlan(config.tokens_per_block, groups, levels)
 
 
-def cold_page_bytes(codec: ColdPages | None, groups: tuple[GroupLayout, ...]) -> tuple[int, ...]:
-    """Give the bytes of a page of each group in the levels that are not hot.
-
-    Raises
-    ------
-    ValueError
-        If the codec gives a number below 1.
-    """
+def cold_page_bytes(
+    codec: ColdPageCodec | None, groups: tuple[GroupLayout, ...]
+) -> tuple[int, ...]:
+    """Give the bytes of a page of each group in the levels that are not hot; see `configured`."""
     if codec is None:
         return tuple(group.page_bytes for group in groups)
-    codec.configure(groups)
-    pages = tuple(codec.page_bytes(group) for group in range(len(groups)))
-    for group, page in enumerate(pages):
-        if page < 1:
-            raise ValueError(
-                f"cold_page_codec: {type(codec).__name__} makes pages of {page} B of pool group "
-                f"{group}, the minimum is 1 B"
-            )
-    return pages
+    return configured(codec, groups)
 
 
 def plan_level(

@@ -53,7 +53,7 @@ class Resizer:
             shrinking = {g: n for g, n in enumerate(plan.slots) if n < old[g]}
             growing = {g: n for g, n in enumerate(plan.slots) if n > old[g]}
             undo.callback(self._cancel, level, shrinking)
-            self._settle_departures(level, self._empty(level, shrinking))
+            self._empty(level, shrinking)
             for group, n_slots in shrinking.items():
                 self._cut(level, group, n_slots)
                 undo.callback(self._grow, level, group, old[group])
@@ -67,24 +67,41 @@ class Resizer:
     # --------------------------------------------------------------------------------- shrinking
 
     def _shrink(self, level: Level, group: int, n_slots: int) -> None:
-        self._settle_departures(level, self._empty(level, {group: n_slots}))
+        self._empty(level, {group: n_slots})
         self._cut(level, group, n_slots)
 
-    def _empty(self, level: Level, shrinking: Mapping[int, int]) -> list[Departure]:
-        """Let pages go from the slots that go, or change nothing; nobody gets these any more."""
-        departures: list[Departure] = []
+    def _empty(self, level: Level, shrinking: Mapping[int, int]) -> None:
+        """Let all pages leave the slots that go, and wait for it."""
         with self._lock:
             self._mover.settle()
             for group, n_slots in shrinking.items():
                 self._check(level, group, n_slots)
             for group, n_slots in shrinking.items():
-                slots, policy = level.groups[group].slots, level.policies[group]
-                slots.begin_shrink(n_slots)
-                if (excess := slots.in_use - n_slots) > 0:
-                    departures += self._mover.evict(level.index, group, excess)
-                above = [page for page in policy.victims() if page.slot >= n_slots]
-                departures += self._mover.relocate(above, level.index, group)
-            self._mover.deferred.update(one.page for one in departures)
+                level.groups[group].slots.begin_shrink(n_slots)
+        done = not shrinking
+        while not done:
+            with self._lock:
+                departures = self._evict(level, shrinking)
+                # Who was evicted keeps a claim to its slot until it has arrived.
+                if done := not departures:
+                    departures = self._relocate(level, shrinking)
+                self._mover.deferred.update(one.page for one in departures)
+            self._settle_departures(level, departures)
+
+    def _evict(self, level: Level, shrinking: Mapping[int, int]) -> list[Departure]:
+        """Let so many pages leave the level that the rest fits into the slots that stay."""
+        departures: list[Departure] = []
+        for group, n_slots in shrinking.items():
+            self._check(level, group, n_slots)
+            if (excess := level.groups[group].slots.in_use - n_slots) > 0:
+                departures += self._mover.evict(level.index, group, excess, anywhere=True)
+        return departures
+
+    def _relocate(self, level: Level, shrinking: Mapping[int, int]) -> list[Departure]:
+        departures: list[Departure] = []
+        for group, n_slots in shrinking.items():
+            above = [page for page in level.policies[group].victims() if page.slot >= n_slots]
+            departures += self._mover.relocate(above, level.index, group)
         return departures
 
     def _check(self, level: Level, group: int, n_slots: int) -> None:
@@ -101,7 +118,7 @@ class Resizer:
                 slots=held,
             )
         if (excess := slots.in_use - n_slots) > 0:
-            self._mover.plan_eviction(level.index, group, excess)
+            self._mover.plan_eviction(level.index, group, excess, anywhere=True)
 
     def _settle_departures(self, level: Level, departures: Sequence[Departure]) -> None:
         """Wait for pages to leave; if one cannot, give it its slot back, and raise why."""

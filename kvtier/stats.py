@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from hostmem.units import format_size
+from kvtier.transfer.slot_io import SlotIOStats
 
 __all__ = ["Activity", "LevelStats", "Meter", "Scope", "StorageStats", "Traffic", "Usage", "Waits"]
 
@@ -135,6 +136,19 @@ class StorageStats:
     """Pages evicted from the last level so far."""
     activity: Activity = field(default_factory=Activity)
     """The same and more over time: peaks, totals, hits, waits."""
+    files: tuple[SlotIOStats, ...] = ()
+    """What the files of a disk level did, by pool group; empty without one."""
+
+    def describe(self) -> str:
+        """Show it as tables, for a person."""
+        levels = [
+            (name, f"{level.slots:,}", f"{level.used:,}", format_size(level.quota))
+            for name, level in self.levels.items()
+        ]
+        tables = [_table([("level", "slots", "used", "quota"), *levels]), self.activity.describe()]
+        if self.files:
+            tables.append(_files_table(self.files))
+        return "\n\n".join(tables)
 
 
 class Meter:
@@ -262,6 +276,26 @@ def _copy(book: Activity) -> Activity:
         misses=book.misses,
         waits={name: replace(waits) for name, waits in book.waits.items()},
     )
+
+
+def _files_table(files: Sequence[SlotIOStats]) -> str:
+    head = "file writes bytes failed reads bytes failed corrupt restored packed"
+    rows = [
+        (
+            f"group {group}",
+            f"{found.writes:,}",
+            format_size(found.bytes_written),
+            f"{found.write_failures:,}",
+            f"{found.reads:,}",
+            format_size(found.bytes_read),
+            f"{found.read_failures:,}",
+            f"{found.corrupt:,}",
+            f"{found.restored:,}",
+            "-" if found.compression is None else f"{found.compression.ratio:.2f}x",
+        )
+        for group, found in enumerate(files)
+    ]
+    return _table([tuple(head.split()), *rows])
 
 
 def _usage_row(use: Usage) -> Iterator[str]:

@@ -19,6 +19,7 @@ from hostmem.device import DONE, DeviceLike
 from hostmem.units import Size, format_size, parse_size
 from kvtier.config import DiskCacheTierConfig, KVCacheManagerConfig
 from kvtier.eviction import make_policy
+from kvtier.keys import layout_fingerprint
 from kvtier.latch import Latch
 from kvtier.levels import Level, build_level, default_max_quota
 from kvtier.mover import Mover
@@ -26,10 +27,10 @@ from kvtier.page import Page
 from kvtier.plan import CachePlan, make_plan
 from kvtier.records import Records
 from kvtier.resizer import Resizer
-from kvtier.stats import LevelStats, Meter, Scope, StorageStats
+from kvtier.stats import LevelStats, Meter, Scope, StorageStats, Usage
 from kvtier.transfer.codec import ColdPageCodec
 from kvtier.transfer.copier import PageCopier, reachable
-from kvtier.transfer.memory import Ids, MemoryPool, PageMemory
+from kvtier.transfer.memory import DiskPool, Ids, MemoryPool, PageMemory
 from kvtier.transfer.page_events import gathered
 
 __all__ = ["TierStorage"]
@@ -87,21 +88,23 @@ class TierStorage(Closable):
         self._meter = Meter(self.lock)
         self._closed = False
         levels: list[Level] = []
+        layout = layout_fingerprint(config) + _name_of(config.cold_page_codec)
         with contextlib.ExitStack() as undo:
             for index, (plan, tier) in enumerate(
                 zip(self.plan.levels, config.cache_tiers, strict=True)
             ):
-                level = build_level(index, plan, tier, self.device, policy)
+                level = build_level(index, plan, tier, self.device, policy, layout=layout)
                 undo.callback(level.close)
                 levels.append(level)
             largest = max(max(level.page_bytes) for level in self.plan.levels)
-            codec = cast(ColdPageCodec | None, config.cold_page_codec)  # the copier checks it
+            codec = config.cold_page_codec
             staged = _needs_staging(levels, codec)
             self._copier = PageCopier(self.device, largest, staged=staged, codec=codec)
             undo.pop_all()
         self.levels = tuple(levels)
         """The levels, hot to cold."""
-        self._leased = [0] * len(self.plan.groups)
+        self._leased = [0] * len(self.plan.groups)  # pages of each group that have leases
+        self._new = [0] * len(self.plan.groups)  # of these, pages that take no part in eviction
         last = config.cache_tiers[-1]
         persistent = isinstance(last, DiskCacheTierConfig) and last.persist
         self._records = Records(self.levels[-1]) if persistent else None
@@ -168,6 +171,7 @@ class TierStorage(Closable):
             for page in pages:
                 page.leases = 1
             self._leased[group] += len(pages)
+            self._new[group] += len(pages)
             return pages
 
     def wait_usable(self, pages: Iterable[Page]) -> None:
@@ -204,12 +208,14 @@ class TierStorage(Closable):
                 page.fences = ()
                 page.origin = None
                 self.levels[0].policies[page.group].insert(page)
+                self._new[page.group] -= 1
 
     def take_out(self, pages: Iterable[Page]) -> None:
         """Undo `commit` for leased pages of the first level, which may be written again."""
         with self.lock, self._latch:
             for page in pages:
                 self.levels[0].policies[page.group].remove(page)
+                self._new[page.group] += 1
                 page.kept = False
                 page.origin = None
 
@@ -458,6 +464,8 @@ class TierStorage(Closable):
                 policy = self.levels[page.level].policies[page.group]
                 if page in policy:
                     policy.remove(page)
+                else:
+                    self._new[page.group] -= 1
                 gone.setdefault((page.level, page.group), []).append(page)
             for (level, group), some in gone.items():
                 self._mover.forget(some)
@@ -546,31 +554,44 @@ class TierStorage(Closable):
                 bytes_moved={pair: t.total_bytes for pair, t in activity.pairs.items()},
                 pages_dropped=self._mover.pages_dropped,
                 activity=activity,
+                files=tuple(
+                    pool.file.stats()
+                    for group in self.levels[-1].groups
+                    for pool in group.memory.pools
+                    if isinstance(pool, DiskPool)
+                ),
             )
 
     def describe(self) -> str:
-        """Say how full the levels are, for a person."""
-        lines = [f"{'level':<8}{'slots':>12}{'used':>12}{'quota':>12}"]
-        for name, level in self.stats().levels.items():
-            lines.append(
-                f"{name:<8}{level.slots:>12,}{level.used:>12,}{format_size(level.quota):>12}"
-            )
-        return "\n".join(lines)
+        """Show what `stats` says as tables, for a person."""
+        return self.stats().describe()
 
     def _check(self) -> None:
         """Verify every invariant of the bookkeeping; AssertionError where one is broken."""
         with self.lock:
+            leased = [0] * len(self._leased)
             for level in self.levels:
+                used = 0
                 for index, (group, policy) in enumerate(
                     zip(level.groups, level.policies, strict=True)
                 ):
+                    where = f"{level.name}, group {index}"
                     group.slots._check()
+                    in_use = set(group.slots.live_above(0).tolist())
                     pages = list(policy.victims())
-                    held = {page.slot for page in pages}
-                    assert len(held) == len(pages), f"{level.name}: two pages in one slot"
-                    assert len(held) <= group.slots.in_use, f"{level.name}: pages without slots"
+                    places = {page.slot for page in pages}
+                    assert len(places) == len(pages), f"{where}: two pages in one slot"
+                    assert places <= in_use, f"{where}: pages in slots that are free"
+                    new = self._new[index] if level.index == 0 else 0
+                    assert len(in_use) == len(pages) + new, f"{where}: slots in use without a page"
                     for page in pages:
                         assert (page.level, page.group) == (level.index, index), f"{page} is lost"
+                    leased[index] += sum(page.leases > 0 for page in pages) + new
+                    used += len(in_use)
+                    self._mover.check(level.index, index, in_use)
+                held = self._meter.activity().levels.get(level.name, Usage()).pages
+                assert held == used, f"{level.name}: {held} pages are counted, {used} are there"
+            assert leased == self._leased, f"{leased} pages are leased, {self._leased} counted"
 
     def __repr__(self) -> str:
         levels = ", ".join(f"{level.name} {format_size(level.quota)}" for level in self.levels)
@@ -622,6 +643,11 @@ def _needs_staging(levels: Sequence[Level], codec: ColdPageCodec | None) -> bool
         return False
     beside = (levels[0], levels[-2])  # where its pages go, and where they come from
     return not all(reachable(group.memory, codec) for level in beside for group in level.groups)
+
+
+def _name_of(codec: object | None) -> bytes:
+    """Name what makes cold pages: to another codec the same bytes mean something else."""
+    return b"" if codec is None else f"{type(codec).__module__}.{type(codec).__qualname__}".encode()
 
 
 def _both(first: Event, second: Event) -> Event:

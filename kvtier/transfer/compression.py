@@ -40,6 +40,11 @@ class Compression(Protocol):
         """Give the bytes in a shorter form; a longer one is taken for a page that stays as it is.
 
         Releases the interpreter's lock for most of the time, or the disk waits for it.
+
+        Raises
+        ------
+        Exception
+            Any: the page stays where it was.
         """
 
     def decompress(self, data: Bytes, out: Bytes) -> None:
@@ -189,8 +194,9 @@ class SlotPacker:
         Raises
         ------
         OSError
-            EINVAL: the page stays as it is, and begins as if it did not (with the header of a
-            packed page, checksum and all). It could not be told what it is when it is read.
+            EIO: the compression failed. EINVAL: the page stays as it is, and begins as if it did
+            not (with the header of a packed page, checksum and all). It could not be told what it
+            is when it is read.
         """
         began = thread_time()
         stored = self._pack(page, room)
@@ -205,7 +211,10 @@ class SlotPacker:
 
     def _pack(self, page: Bytes, room: Bytes) -> Bytes:
         if self._slot_size > DIRECT_GRAIN:
-            made = self._compression.compress(page)
+            try:
+                made = self._compression.compress(page)
+            except Exception as error:
+                raise OSError(errno.EIO, f"a page cannot be compressed: {error}") from error
             end = _HEADER.size + len(made)
             length = align_up(end, DIRECT_GRAIN)
             if length < self._slot_size:

@@ -144,7 +144,7 @@ class PageCopier:
         event = (
             disk.file.read(far_ids, addresses, after)
             if up
-            else _write(disk, far_ids, addresses, after, names)
+            else disk.file.write(far_ids, addresses, after, names)
         )
         return [(len(near_ids), event)]
 
@@ -171,7 +171,7 @@ class PageCopier:
                 read = pool.file.read(old, loan.addresses, Dependencies(data, loan.fences))
                 loan.until = read
                 behind = Dependencies((read,), after.fences)
-                written = _write(pool, new, loan.addresses, behind, names and names[part])
+                written = pool.file.write(new, loan.addresses, behind, names and names[part])
                 loan.until = written
             events.append((len(old), written))
         return events
@@ -202,7 +202,7 @@ class PageCopier:
                     copied = self._down.submit(work, len(ids), first)
                     loan.until = copied
                     behind = Dependencies((copied,), after.fences)
-                    event = _write(disk, slots, loan.addresses, behind, names and names[part])
+                    event = disk.file.write(slots, loan.addresses, behind, names and names[part])
                 loan.until = event
             yield len(ids), event
 
@@ -289,19 +289,6 @@ def _parts(pages: int, ring: StagingBuffer) -> Iterator[slice]:
     size = max(ring.count // 2, 1)
     for first in range(0, pages, size):
         yield slice(first, min(first + size, pages))
-
-
-def _write(
-    disk: DiskPool,
-    ids: Ids,
-    addresses: Addresses,
-    after: Dependencies,
-    names: Sequence[bytes] | None,
-) -> PageEvents:
-    if names is None:
-        return disk.file.write(ids, addresses, after)
-    # Only a file that keeps its slots' names is given any.
-    return disk.file.write(ids, addresses, after, names)  # type: ignore[call-arg]
 
 
 def _copy_within(memory: PageMemory, old: Ids, new: Ids, which: Which, stream: Stream) -> None:

@@ -145,8 +145,10 @@ class _Gathered(PageEvents):
         if self._failures is not None:
             return self._failures
         finished = self.query()
-        found = ((n, event.error) for n, event in enumerate(self._events))
-        failures = {n: error for n, error in found if error is not None}
+        failures: dict[int, BaseException] = {}
+        if any(event.error is not None for event in self.wholes):
+            found = ((n, event.error) for n, event in enumerate(self._events))
+            failures = {n: error for n, error in found if error is not None}
         if finished:
             self._failures = failures
         return failures
@@ -154,9 +156,8 @@ class _Gathered(PageEvents):
 
 def gathered(events: Sequence[Event]) -> tuple[Event, ...]:
     """Gather the events that bring pages, one a page, into one; none if all pages are there."""
-    if all(event.query() and event.error is None for event in events):
-        return ()
-    return (_Gathered(events),)
+    together = _Gathered(events)
+    return () if together.query() and not together.failures else (together,)
 
 
 def part_of(event: Event, first: int, stop: int) -> Event:

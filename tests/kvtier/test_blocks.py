@@ -792,5 +792,5 @@ def test_four_threads_use_three_tiers_and_every_byte_is_right(tiers: Tiers, spaw
     stats = storage.stats()
     assert len(cache) == sum(level.used for level in stats.levels.values())
     for stored in cache:
-        (page,) = cache._index.pages(stored)
-        assert tiers.intact(storage, page, stored)
+        (kept,) = cache._index.pages(stored)
+        assert tiers.intact(storage, kept, stored)

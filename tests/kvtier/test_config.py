@@ -157,16 +157,13 @@ def test_a_compression_that_is_not_installed_is_refused_here(
         wrong.validate()
 
 
-def test_what_cannot_be_built_yet_can_be_planned_with_and_is_refused_here(
+def test_a_disk_tier_may_persist_and_compress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = ModuleType("blosc2")
     module.__spec__ = ModuleSpec("blosc2", None)
     monkeypatch.setitem(sys.modules, "blosc2", module)
-    tier = DiskCacheTierConfig("32MiB", tmp_path, compression="blosc2", persist=True)
-    tier.validate(here=False)
-    with pytest.raises(ValueError, match=r"disk\.persist: .*disk\.compression: "):
-        tier.validate()
+    DiskCacheTierConfig("32MiB", tmp_path, compression="blosc2", persist=True).validate()
 
 
 def test_a_disk_tier_forgets_and_does_not_compress_unless_told(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from hostmem import ClosedError, CpuDevice, DiskOOMError, HostEvent, StaticHostM
 from hostmem.testing import FaultPlan, Hold
 from kvtier.transfer.disk import SlotFile
 from kvtier.transfer.jobs import Dependencies
+from kvtier.transfer.workers import Workers
 
 if TYPE_CHECKING:
     from tests.kvtier.conftest import Gate, Tiers
@@ -272,6 +273,32 @@ def test_four_requests_are_in_flight_at_once(make: Callable[..., SlotFile], memo
         for hold in holds:
             hold.release()
         event.synchronize()
+
+
+def test_a_scattered_batch_is_one_piece_of_work_a_worker(
+    make: Callable[..., SlotFile], memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs a turn at the interpreter for a thread that wakes up."""
+    jobs: list[Any] = []
+    put = Workers.put
+
+    def counted(self: Workers, job: Callable[[], None]) -> None:
+        jobs.append(job)
+        put(self, job)
+
+    monkeypatch.setattr(Workers, "put", counted)
+    file = make(4096, 64)
+    with FaultPlan() as plan:
+        scattered = np.arange(0, 60, 4, dtype=np.int32)
+        file.write(scattered, memory.addresses(4096, *range(15)), NOTHING).synchronize()
+        assert len(plan.calls("pwritev")) == 15
+        assert len(jobs) == 4
+        # Neighbours are not separated for it: 0-4 is more than a share.
+        jobs.clear()
+        mixed = ids(9, 0, 1, 2, 3, 4, 7)
+        file.write(mixed, memory.addresses(4096, *range(7)), NOTHING).synchronize()
+        assert sorted(n for _, n, _ in plan.calls("pwritev")[15:]) == [1, 1, 5]
+        assert len(jobs) == 2
 
 
 def test_short_transfers_are_continued(make: Callable[..., SlotFile], memory: Memory) -> None:
@@ -570,6 +597,24 @@ def test_closing_finishes_what_was_submitted(
         closing.result(20)
         assert len(plan.calls("pwritev")) == 8
     assert [event.error for event in events if event.query()] == [None] * 8
+
+
+def test_what_is_submitted_while_it_closes_is_done_or_refused(
+    make: Callable[..., SlotFile], memory: Memory, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the end of the threads' queue nobody would ever do it."""
+    file, put = make(4096, 2), Workers.put
+
+    def late(self: Workers, job: Callable[[], None]) -> None:
+        closing.append(spawn(file.close))
+        with contextlib.suppress(TimeoutError):  # a moment for a file that does not wait
+            closing[0].result(0.1)
+        put(self, job)
+
+    closing: list[Any] = []
+    monkeypatch.setattr(Workers, "put", late)
+    file.write(ids(1), memory.addresses(4096, 0), NOTHING).synchronize(20)
+    closing[0].result(20)
 
 
 def test_closing_twice_is_closing_once(make: Callable[..., SlotFile]) -> None:

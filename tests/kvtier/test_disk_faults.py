@@ -8,6 +8,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,10 @@ class Kit:
         self.pages[list(slots)] = 0xEE
         return self._move(self.file.read, list(slots), Dependencies())
 
+    def troubles(self) -> SlotIOStats:
+        """Say what went wrong, without what went well."""
+        return replace(self.file.stats(), writes=0, bytes_written=0, reads=0, bytes_read=0)
+
     def holds(self, slot: int, version: int = 0) -> bool:
         return bool(np.array_equal(self.pages[slot], content(slot, version)))
 
@@ -119,7 +124,7 @@ def test_a_flipped_bit_fails_its_slot_and_no_other(
     assert failed[5].errno == errno.EBADMSG
     assert f"slot 5 at file offset {5 * SIZE} of a file in {kit.file.folder}" in str(failed[5])
     assert all(kit.holds(slot) for slot in range(8) if slot != 5)
-    assert kit.file.stats() == SlotIOStats(read_failures=1, corrupt=1)
+    assert kit.troubles() == SlotIOStats(read_failures=1, corrupt=1)
     assert f"1 of 8 slots in {kit.file.folder} were not read, 1 of them corrupt" in caplog.text
     # Written again it is as good as new.
     assert not kit.write(5, version=1)
@@ -187,7 +192,7 @@ def test_a_slot_that_cannot_be_written_fails_alone_in_its_request(kit: Kit, numb
     assert list(failed) == [3]
     assert isinstance(failed[3], OSError if number == errno.EIO else DiskOOMError)
     assert kit.holds(3)  # the memory is as it was
-    assert kit.file.stats() == SlotIOStats(write_failures=1)
+    assert kit.troubles() == SlotIOStats(write_failures=1)
     # Nor does the slot answer with what it held before.
     assert list(kit.read(*range(8))) == [] or not kit.holds(3)
 
@@ -200,7 +205,7 @@ def test_a_slot_that_cannot_be_read_fails_alone_in_its_request(kit: Kit) -> None
     assert list(failed) == [2, 6]
     assert {error.errno for error in failed.values()} == {errno.EIO}  # type: ignore[attr-defined]
     assert all(kit.holds(slot) for slot in (0, 1, 3, 4, 5, 7))
-    assert kit.file.stats() == SlotIOStats(read_failures=2)
+    assert kit.troubles() == SlotIOStats(read_failures=2)
 
 
 def test_an_error_that_does_not_come_again_costs_nothing(kit: Kit) -> None:
@@ -209,7 +214,19 @@ def test_an_error_that_does_not_come_again_costs_nothing(kit: Kit) -> None:
         assert not kit.write(*range(8))
         assert not kit.read(*range(8))
     assert all(kit.holds(slot) for slot in range(8))
-    assert kit.file.stats() == SlotIOStats()
+    assert kit.troubles() == SlotIOStats()
+
+
+def test_what_was_moved_is_counted_in_requests_and_bytes(kit: Kit) -> None:
+    kit.write(0, 1, 2, 5, 7, 8)
+    kit.read(1, 2)
+    with FaultPlan() as plan:
+        plan.fail("pwritev", errno.EIO, times=None, when=covering(11))
+        kit.write(10, 11)
+    # Runs 0-2, 5, 7-8, and slot 10 alone, after the request for both failed.
+    assert kit.file.stats() == SlotIOStats(
+        writes=4, bytes_written=7 * SIZE, reads=1, bytes_read=2 * SIZE, write_failures=1
+    )
 
 
 def test_a_full_disk_says_where_how_much_and_what_is_free(kit: Kit) -> None:
@@ -281,7 +298,7 @@ def test_pages_whose_bytes_never_came_are_not_written_and_the_others_are(kit: Ki
     assert not kit.read(*range(4))
     assert [kit.holds(n, 1) for n in range(4)] == [False, True, False, False]
     assert [kit.holds(n, 2) for n in range(4)] == [True, False, True, True]
-    assert kit.file.stats() == SlotIOStats()  # no fault of the disk
+    assert kit.troubles() == SlotIOStats()  # no fault of the disk
 
 
 def test_a_disk_that_gets_full_keeps_what_fits(tmp_path: Path, cpu: CpuDevice) -> None:
@@ -417,7 +434,7 @@ def test_a_corrupt_page_is_a_miss_and_the_rest_of_its_batch_are_hits(tiers: Tier
         fresh.commit()
     (pool,) = storage.levels[1].groups[0].memory.pools
     assert isinstance(pool, DiskPool)
-    block = cache._index.blocks[1].pages[0]
+    (block,) = cache._index.pages(1)
     with open(f"/proc/self/fd/{pool.file._fd}", "r+b", buffering=0) as raw:
         os.pwrite(raw.fileno(), b"\x55" * 8, block.slot * pool.slot_size)
     with cache.acquire([0, 1, 2, 3]) as lease, pytest.raises(SlotReadError, match="is corrupt"):

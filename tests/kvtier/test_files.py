@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,8 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from hostmem import procfs
 from hostmem._sys import linux
-from hostmem.files import checksums, read_ranges, set_room_aside, write_ranges
+from hostmem.files import (
+    checksums,
+    lock,
+    lock_holder,
+    read_ranges,
+    set_room_aside,
+    write_at,
+    write_ranges,
+)
 from hostmem.testing import FaultPlan
 
 Bytes = NDArray[np.uint8]
@@ -167,3 +177,57 @@ def test_checksums_are_those_of_the_ranges() -> None:
     data = memory.tobytes()
     assert found.tolist() == [zlib.crc32(data[20_000:]), zlib.crc32(data[:10_000])]
     assert checksums(pieces(memory, np.arange(0), 10_000), 10_000).tolist() == []
+
+
+# ----------------------------------------------------------------------------- bytes and locks
+
+
+def test_bytes_are_written_whole_at_their_place(fd: int) -> None:
+    with FaultPlan() as plan:
+        plan.short("pwritev", 3)
+        write_at(fd, 10, b"0123456789")
+        assert [at for _, _, at in plan.calls("pwritev")] == [10, 13]
+    assert os.pread(fd, 99, 0) == bytes(10) + b"0123456789"
+
+
+def test_a_lock_is_one_open_files_until_it_is_closed(fd: int, tmp_path: Path) -> None:
+    other = os.open(tmp_path / "file", os.O_RDWR)
+    try:
+        assert lock_holder(fd) is None
+        assert lock(other)
+        assert not lock(fd)
+        assert lock_holder(fd) == os.getpid()
+    finally:
+        os.close(other)
+    assert lock(fd)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "1: FLOCK  ADVISORY  WRITE 77 {device}:{other} 0 EOF",
+        "1: POSIX  ADVISORY  WRITE 77 {device}:{inode} 0 EOF",
+        "1: FLOCK  ADVISORY  WRITE -1 {device}:{inode} 0 EOF",
+        "1: -> FLOCK  ADVISORY  WRITE 77 {device}:{inode} 0 EOF",
+        "",
+    ],
+    ids=["another file", "another kind", "another machine", "waits", "nothing"],
+)
+def test_who_has_a_lock_is_not_guessed(fd: int, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    found = os.fstat(fd)
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+    text = line.format(device=device, inode=found.st_ino, other=found.st_ino + 1)
+    monkeypatch.setattr(procfs, "read", lambda path: text)
+    assert lock_holder(fd) is None
+
+
+def test_a_file_system_without_locks_says_which_call(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(OSError, match=r"flock: No locks available \(ENOLCK\)") as caught:
+        lock(fd)
+    assert caught.value.errno == errno.ENOLCK

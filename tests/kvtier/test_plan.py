@@ -23,6 +23,7 @@ from kvtier.config import (
 )
 from kvtier.layout import GroupLayout
 from kvtier.plan import make_plan
+from kvtier.transfer.codec import Concatenate
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -181,7 +182,7 @@ def test_another_quota_that_holds_no_page_is_refused() -> None:
 # ------------------------------------------------------------------------------- hot and cold
 
 
-class Packed:
+class Packed(Concatenate):
     """A codec that needs a header of so many bytes a page, whatever is in it."""
 
     def __init__(self, header: int) -> None:
@@ -234,7 +235,7 @@ def test_a_cold_level_is_split_by_the_bytes_of_its_own_pages() -> None:
 
 def test_a_codec_without_bytes_is_refused() -> None:
     config = cache(HostCacheTierConfig("32MiB"), key=KIB)
-    with pytest.raises(ValueError, match="cold_page_codec: Packed makes pages of 0 B of pool gr"):
+    with pytest.raises(ValueError, match="cold_page_codec: Packed.page_bytes.0. is 0, the min"):
         replace(config, cold_page_codec=Packed(-KIB)).validate()
 
 

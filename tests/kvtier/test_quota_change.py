@@ -306,7 +306,9 @@ def test_a_page_that_cannot_leave_its_slot_keeps_it_whoever_learns_of_it_first(
     level, resizer = storage.levels[0], storage._resizer
     with FaultPlan() as plan:
         plan.fail("process_vm_readv", errno.EFAULT, times=None)
-        departures = resizer._empty(level, {0: 4})
+        level.groups[0].slots.begin_shrink(4)
+        departures = resizer._relocate(level, {0: 4})
+        storage._mover.deferred.update(pages)
         assert sorted(page.slot for page in pages) == [0, 1, 2, 3]
         for page in pages:
             page.ready.wait_finished()
@@ -317,4 +319,24 @@ def test_a_page_that_cannot_leave_its_slot_keeps_it_whoever_learns_of_it_first(
     assert [page.slot for page in pages] == [4, 5, 6, 7]
     assert_all_there(tiers, storage, pages)
     storage.adjust_cache_level(0, "2MiB")
+    assert_all_there(tiers, storage, pages)
+
+
+def test_while_a_level_is_about_to_shrink_only_slots_that_stay_make_room(
+    tiers: Tiers, storage: TierStorage
+) -> None:
+    storage.adjust_cache_level(0, "4MiB")
+    pages = fill(tiers, storage, range(8))
+    slots = storage.levels[0].groups[0].slots
+    storage.touch(pages[:4])  # in the slots that stay are the most recently used
+    slots.begin_shrink(4)
+    pages += tiers.new(storage, 8)
+    assert [page.level for page in pages] == [1, 0, 0, 0, 0, 0, 0, 0, 0]
+    storage.lease(pages[1:4] + pages[8:])
+    with pytest.raises(OutOfPagesError):
+        storage.new_pages(["another"], 0)
+    slots.cancel_shrink()
+    pages += tiers.new(storage, 9)
+    assert pages[4].level == 1
+    storage.release(pages[1:4] + pages[8:9])
     assert_all_there(tiers, storage, pages)

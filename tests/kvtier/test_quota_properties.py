@@ -22,6 +22,7 @@ from kvtier.config import (
 from kvtier.layout import GroupLayout
 from kvtier.plan import CachePlan, LevelPlan
 from kvtier.quota import exact_weights, grain_of, minimum_quota, quota_holding, split_quota
+from kvtier.transfer.codec import Concatenate
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -136,7 +137,7 @@ SMALL = st.integers(1, 64 * MIB)
 LARGE = st.integers(512 * MIB, 4 * GIB) | st.integers(512 * MIB, 40 * GIB)
 
 
-class Codec:
+class Codec(Concatenate):
     """Makes pages that are larger or smaller than the hot ones."""
 
     def __init__(self, numerator: int) -> None:

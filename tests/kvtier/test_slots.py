@@ -333,6 +333,20 @@ def test_statistics_count_every_slot_once() -> None:
     assert (found.peak_in_use, found.released) == (7, 3)
 
 
+@pytest.mark.parametrize("n", [3, 257, 65_536, 65_537, 140_000])
+def test_an_id_given_back_twice_is_named_however_many_there_are(n: int) -> None:
+    slots = SlotAllocator(n)
+    ids = slots.allocate(n).ids
+    for first, second in ((0, n - 1), (0, 256), (1, 65_537), (n - 2, n - 1)):
+        if second < n:
+            wrong = ids.copy()
+            wrong[second] = wrong[first]
+            match = rf"slots \[{ids[first]}\] occur more than once"
+            unchanged(slots, lambda wrong=wrong: slots.release(wrong), ValueError, match)
+    slots.release(ids[::-1])
+    assert slots.available == n
+
+
 def test_a_broken_invariant_is_reported_with_the_state() -> None:
     slots = SlotAllocator(4)
     slots.allocate(2)

@@ -837,13 +837,18 @@ def test_the_figures_add_up(tiers: Tiers) -> None:
     assert stats.bytes_moved == {"gpu->host": 5 * MIB, "host->disk": 3 * MIB}
     assert stats.pages_dropped == 2
     assert [storage.quota(level) for level in range(3)] == [2 * MIB] * 3
-    lines = storage.describe().splitlines()
-    assert [line.split()[:3] for line in lines] == [
+    levels, held, moved, _, files = storage.describe().split("\n\n")
+    assert [line.split()[:3] for line in levels.splitlines()] == [
         ["level", "slots", "used"],
         ["gpu", "4", "4"],
         ["host", "4", "4"],
         ["disk", "4", "4"],
     ]
+    assert [line.split()[1] for line in held.splitlines()] == ["pages", "4", "4", "4"]
+    assert [line.split()[0] for line in moved.splitlines()[1:]] == ["gpu->host", "host->disk"]
+    (row,) = [line.split() for line in files.splitlines()[1:]]
+    assert row[:5] == ["group", "0", str(stats.files[0].writes), "3", "MiB"]
+    assert stats.files[0].bytes_written == 3 * MIB
 
 
 def test_one_thing_is_told_about_drops(tiers: Tiers) -> None:

@@ -58,6 +58,33 @@ class TestSlotFileOfLargeSlots(TestSlotFile):
     n_slots = 16
 
 
+class TestPersistentSlotFile(TestSlotFile):
+    """A file with a name, which stays."""
+
+    def make(self, slot_size: int, slots: int) -> SlotStore:
+        return SlotFile(self.folder, slot_size, slots, name="slots", layout=b"as today")
+
+
+class TestCompressedSlotFile(TestSlotFile):
+    """Pages that lie in about half of their slots."""
+
+    slot_size = 64 << 10
+    n_slots = 64
+
+    def make(self, slot_size: int, slots: int) -> SlotStore:
+        pytest.importorskip("blosc2", reason="the extra is not installed")
+        return SlotFile(self.folder, slot_size, slots, compression="blosc2")
+
+    def _content(self, tag: int) -> NDArray[np.uint8]:
+        page = super()._content(tag)
+        page[self.slot_size // 2 :] = 0
+        return page
+
+    def damage(self, store: Any, slot: int) -> None:
+        with open(f"/proc/self/fd/{store._fd}", "r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), b"\xff\x00", slot * store.slot_size + 5000)
+
+
 class CopiedStore:
     """A level's slots as a copier reaches them from memory.
 
