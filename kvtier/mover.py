@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 
 from hostmem import Event, OutOfPagesError
+from hostmem.device import DONE
 from hostmem.units import format_size
 from kvtier.latch import Latch
 from kvtier.levels import Level
@@ -49,8 +50,10 @@ class _Moving:
     pages: int
     nbytes: int
     pair: str
-    gone: list[Departure]
-    """Where they were; nothing for copies from and to others' memory."""
+    brought: Sequence[Page] = ()
+    """Pages whose bytes it brings; none where it takes them to others' memory."""
+    gone: Sequence[Departure] = ()
+    """Where they were; nothing where it brings them from others' memory."""
 
 
 def _may_move(page: Page) -> bool:
@@ -348,7 +351,7 @@ class Mover:
                 page.level, page.slot, page.ready = to, slots[at], event.page(at - first)
                 page.origin = departures[at]
                 page.unread = False
-            self._note(_Moving(event, count, count * page_bytes, pair, gone))
+            self._note(_Moving(event, count, count * page_bytes, pair, pages[first:last], gone))
             first = last
         self._left[source][group].update((one.slot, one) for one in departures)
         self._meter.occupied(self._levels[source].name, -len(pages), -len(pages) * page_bytes)
@@ -390,7 +393,7 @@ class Mover:
             for index, page in enumerate(part):
                 page.ready, page.fences = event.page(index), ()
             nbytes = count * where.memory.page_bytes
-            self._note(_Moving(event, count, nbytes, f"engine->{at.name}", []))
+            self._note(_Moving(event, count, nbytes, f"engine->{at.name}", part))
             first += count
 
     def copy_out(
@@ -408,7 +411,7 @@ class Mover:
             for page in pages[first : first + count]:
                 page.fences = (*(e for e in page.fences if not e.query()), event)
             nbytes = count * where.memory.page_bytes
-            self._note(_Moving(event, count, nbytes, f"{at.name}->engine", []))
+            self._note(_Moving(event, count, nbytes, f"{at.name}->engine"))
             events += map(event.page, range(count))
         return events
 
@@ -428,21 +431,20 @@ class Mover:
     def _settled(self, moving: _Moving) -> None:
         failures = moving.event.failures
         self._meter.arrived(moving.pair, moving.pages, moving.nbytes, len(failures))
-        if not moving.gone:
-            return
-        first = moving.gone[0]
-        left = self._left[first.level][first.page.group]
-        if left:
-            for n, one in enumerate(moving.gone):
-                if n not in failures and left.get(one.slot) is one:
-                    del left[one.slot]
-        if failures:
-            # Those that are leased are seen to when they are let go: somebody waits for their copy.
-            self.resolve(
-                one.page
-                for n, one in enumerate(moving.gone)
-                if n in failures and one.page.origin is one and not one.page.leases
-            )
+        failed = []
+        for n, page in enumerate(moving.brought):
+            if whole(page.ready) is not moving.event:
+                continue  # it went on, or its slot was given back
+            if n not in failures:
+                page.ready = DONE
+                page.origin = None
+            elif not page.leases:  # otherwise who waits for the copy sees to it
+                failed.append(page)
+        for n, one in enumerate(moving.gone):
+            left = self._left[one.level][one.page.group]
+            if n not in failures and left.get(one.slot) is one:
+                del left[one.slot]
+        self.resolve(failed)
 
     def resolve(self, pages: Iterable[Page]) -> None:
         """Put pages that a failed copy has lost back where they were, or drop them."""
