@@ -107,6 +107,7 @@ well.""",
         "DiskCacheTierConfig AttentionLayerConfig BufferConfig CacheTier CacheTierConfig "
         "load_config parse_config",
         "Plans": "CachePlan LevelPlan",
+        "Sequences": "KVCacheManager KVSequence",
         "Blocks": "BlockCache BlockLease BlockReservation BlockEvent BlockJob EnginePages",
         "Storage": "TierStorage Page",
         "Statistics": "StorageStats LevelStats Activity Usage Traffic Waits Meter Scope",

@@ -155,7 +155,8 @@ def _transfer(
             if done == 0:
                 raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}: the file ends at {at}")
             at += done
-            table = _rest(table, done)
+            if at < end:
+                table = _rest(table, done)
 
 
 def _rest(table: NDArray[np.uint64], done: int) -> NDArray[np.uint64]:
@@ -163,8 +164,7 @@ def _rest(table: NDArray[np.uint64], done: int) -> NDArray[np.uint64]:
     ends = np.cumsum(table[:, 1])
     first = int(np.searchsorted(ends, done, side="right"))
     rest = table[first:].copy()
-    if len(rest):
-        into = np.uint64(done - (int(ends[first - 1]) if first else 0))
-        rest[0, 0] += into
-        rest[0, 1] -= into
+    into = np.uint64(done - (int(ends[first - 1]) if first else 0))
+    rest[0, 0] += into
+    rest[0, 1] -= into
     return rest

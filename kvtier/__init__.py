@@ -1,7 +1,8 @@
 """Tiers for the keys and values of language models: GPU, host and disk, over `hostmem`.
 
 `TierStorage` holds pages in levels and moves them; `BlockCache` finds blocks by key in any level
-and hands them out in the hot one. The configuration classes say how much memory each level may use.
+and hands them out in the hot one; `KVCacheManager` gives sequences of tokens their pages. The
+configuration classes say how much memory each level may use.
 """
 
 from hostmem._version import __version__
@@ -36,9 +37,11 @@ from kvtier.engine_pages import EnginePages
 from kvtier.events import BlockEvent
 from kvtier.keys import chain_keys, layout_fingerprint
 from kvtier.leases import BlockLease, BlockReservation
+from kvtier.manager import KVCacheManager
 from kvtier.page import Page
 from kvtier.plan import CachePlan, LevelPlan
 from kvtier.ranks import create_on_all_ranks
+from kvtier.sequence import KVSequence
 from kvtier.slots import SlotAllocator
 from kvtier.stats import Activity, LevelStats, Scope, StorageStats, Traffic, Usage, Waits
 from kvtier.storage import TierStorage
@@ -70,7 +73,9 @@ __all__ = [
     "GpuCacheTierConfig",
     "HostCacheTierConfig",
     "HostOOMError",
+    "KVCacheManager",
     "KVCacheManagerConfig",
+    "KVSequence",
     "LevelPlan",
     "LevelStats",
     "OutOfMemoryError",

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Generic, cast
 
 from hostmem import Event
+from hostmem.device import DONE
 from kvtier.block import Block, Columns, Key, failed, is_there
 from kvtier.events import EventLog
 from kvtier.keys import decode_key
@@ -169,7 +170,7 @@ class BlockIndex(Generic[Key]):
                     (new if mine is best else old).append(mine)
             held.append(there)
             rows.append(row)
-        self._storage.discard(old)
+        self._storage.discard(old, DONE if ready is None else ready)
         self._storage.commit(new, ready)
         if self.events is not None:
             for page in sorted(new, key=attrgetter("group")):
@@ -185,11 +186,12 @@ class BlockIndex(Generic[Key]):
             self._storage.lease([page])
             return page
         mine.owner = block
-        block.put(group, mine)
+        mine.kept = any(other is not None and other.kept for other in block.pages)
         if page is not None:
-            mine.kept = page.kept
+            self._note_removed(page)
             if not page.leases:  # otherwise it goes when it is let go
                 self._storage.discard([page])
+        block.put(group, mine)
         return mine
 
     # ----------------------------------------------------------------------------------- going
@@ -205,8 +207,9 @@ class BlockIndex(Generic[Key]):
         return pages
 
     def remove(self, block: Block[Key]) -> None:
-        """Take a block that nobody leases out of the cache."""
-        self._storage.discard(page for page in self.forget(block) if page is not None)
+        """Take a block out of the cache; pages that are leased go when they are let go."""
+        pages = self.forget(block)
+        self._storage.discard(page for page in pages if page is not None and not page.leases)
 
     def _dropped(self, page: Page) -> None:
         """Forget a page that the storage dropped, and its block if it cannot be used without."""

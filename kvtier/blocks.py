@@ -233,6 +233,7 @@ class BlockCache(Generic[Key]):
                 self._index.blocks[key] for key in dict.fromkeys(keys) if key in self._index.blocks
             ]
             self._check_free(blocks)
+            self._storage.forget(page for block in blocks for page in block.pages if page)
             for block in blocks:
                 self._index.remove(block)
             return len(blocks)
@@ -269,7 +270,8 @@ class BlockCache(Generic[Key]):
         with self._storage.lock:
             named = [key for key in keys if key is not None]
             self._check_keys(named)
-            there = [key for key in named if key in self._index.blocks]
+            self._storage.settle()
+            there = [key for key in named if self._index.readable(key) is not None]
             unread = [self._index.blocks[key] for key in there if self._index.is_unread(key)]
             taken = self._reserved.intersection(named) or {
                 k for k in there if not self._index.is_unread(k)
@@ -282,9 +284,10 @@ class BlockCache(Generic[Key]):
             blocks = [Block[Key](key) for key in keys]
             wanted = np.ones((len(self._groups), len(blocks)), bool)
             self._storage.check_room(dict.fromkeys(self._groups, len(blocks)))
-            for old in unread:
-                self._index.remove(old)
             columns = self._new_pages(blocks, wanted, priority)
+            for old in unread:
+                if old.pages:  # it has not been dropped to make room
+                    self._index.remove(old)
             for block, pages in zip(blocks, zip(*columns, strict=True), strict=True):
                 block.pages = pages
             self._reserved.update(named)
@@ -395,34 +398,54 @@ class BlockCache(Generic[Key]):
         with storage.lock:
             storage.settle()
             wanted = homes >= 0
+            used: list[Page] = []
+            completed: list[Page] = []  # of blocks that get others beside these
             for n, key in enumerate(keys):
                 old = self._index.blocks.get(key)
                 if old is not None and not self._index.is_unread(key):
-                    storage.touch(self._index.pages(key))
                     wanted[:, n] &= [not is_there(page) for page in old.pages]
+                    used += (pages_there := self._index.pages(key))
+                    if wanted[:, n].any():
+                        completed += pages_there
                 elif gap := [group for group in self._index.windows.whole if not wanted[group, n]]:
                     raise ValueError(f"pages: block {key!r} has none of pool group {gap[0]}")
-            storage.check_room(dict(enumerate(wanted.sum(axis=1).tolist())))
             copied = np.flatnonzero(wanted.any(axis=0)).tolist()
             named = [keys[n] for n in copied]
-            blocks = [Block(key) for key in named]
-            wanted, homes = wanted[:, copied], homes[:, copied]
-            columns = self._new_pages(blocks, wanted, priority)
+            storage.lease(completed)
             try:
-                for group, column in enumerate(columns):
-                    some = [page for page in column if page is not None]
-                    storage.copy_in(some, engine.memory[group], homes[group][wanted[group]], ready)
-            except BaseException:
-                storage.discard(page for column in columns for page in column if page is not None)
-                raise
-            rows = list(zip(*columns, strict=True))
-            events = [[page.ready for page in row if page is not None] for row in rows]
-            for key in named:
-                if self._index.is_unread(key):
-                    self._index.remove(self._index.blocks[key])
-            self._index.enter(blocks, columns, named, None)
-            storage.release(page for row in rows for page in row if page is not None)
-            return BlockJob(named, events, self._waiting)
+                storage.check_room(dict(enumerate(wanted.sum(axis=1).tolist())))
+                storage.touch(used)
+                return self._copy_in(named, homes[:, copied], wanted[:, copied], ready, priority)
+            finally:
+                self._let_go(completed, DONE)
+
+    def _copy_in(
+        self,
+        keys: list[Key],
+        homes: NDArray[np.int32],
+        wanted: NDArray[np.bool_],
+        ready: Event,
+        priority: int,
+    ) -> BlockJob[Key]:
+        """Copy the wanted ones of the engine's pages, shapes (groups, blocks), and enter them."""
+        engine, storage = self._owner(), self._storage
+        blocks = [Block(key) for key in keys]
+        columns = self._new_pages(blocks, wanted, priority)
+        try:
+            for group, column in enumerate(columns):
+                some = [page for page in column if page is not None]
+                storage.copy_in(some, engine.memory[group], homes[group][wanted[group]], ready)
+        except BaseException:
+            storage.discard(page for column in columns for page in column if page is not None)
+            raise
+        rows = list(zip(*columns, strict=True))
+        events = [[page.ready for page in row if page is not None] for row in rows]
+        for key in keys:
+            if self._index.is_unread(key):
+                self._index.remove(self._index.blocks[key])
+        self._index.enter(blocks, columns, keys, None)
+        storage.release(page for row in rows for page in row if page is not None)
+        return BlockJob(keys, events, self._waiting)
 
     def load(self, keys: Sequence[Key], pages: ArrayLike, *, ready: Event = DONE) -> BlockJob[Key]:
         """Start copying blocks to the engine's pages, through the first level.

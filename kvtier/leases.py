@@ -145,10 +145,12 @@ class BlockLease(_Held[Key]):
         Raises
         ------
         ValueError
-            The group has no window, or the lease was released.
+            The group has no window, ``blocks`` is below 0, or the lease was released.
         """
         self._check_open()
         first = self._cache._sinks(group)
+        if blocks < 0:
+            raise ValueError(f"blocks: {blocks} is below 0")
         column = self._columns[group]
         gone = [page for page in column[first:blocks] if page is not None]
         column[first:blocks] = [None] * len(column[first:blocks])

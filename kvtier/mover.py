@@ -7,7 +7,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
+from heapq import merge
+from itertools import groupby, islice
 from operator import attrgetter
 from typing import cast
 
@@ -54,6 +55,9 @@ class _Moving:
     """Pages whose bytes it brings; none where it takes them to others' memory."""
     gone: Sequence[Departure] = ()
     """Where they were; nothing where it brings them from others' memory."""
+
+
+_PRIORITY = attrgetter("priority")
 
 
 def _may_move(page: Page) -> bool:
@@ -199,8 +203,9 @@ class Mover:
         """Choose what leaves a level and those below so that ``n`` slots get free; changes nothing.
 
         Its least valuable pages go to the next level, where as many must make room as find none;
-        the last level drops them. Who arrives at a level may have to leave it at once. A page
-        whose bytes a failed copy lost does not arrive anywhere. While a level is about to shrink,
+        the last level drops them. Who arrives at a level may have to leave it at once, if nobody
+        there is of a lower or of the same priority. A page whose bytes a failed copy lost does not
+        arrive anywhere. While a level is about to shrink,
         only slots that stay count, unless it is for the shrink: then pages leave from ``anywhere``.
         """
         plan = _Eviction([], [])
@@ -208,7 +213,8 @@ class Mover:
         missing = n
         for at in self._levels[level:]:
             last = at is self._levels[-1]
-            candidates = chain(at.policies[group].victims(), arriving)
+            arriving.sort(key=_PRIORITY)
+            candidates = merge(at.policies[group].victims(), arriving, key=_PRIORITY)
             may_leave = self._leaver(at, group, anywhere and at.index == level)
             leaving = list(islice(filter(may_leave, candidates), missing))
             if len(leaving) < missing:
@@ -463,7 +469,7 @@ class Mover:
         self.forget(dropped)
         self._tell_dropped(dropped)
 
-    def forget(self, pages: Sequence[Page]) -> None:
+    def forget(self, pages: Iterable[Page]) -> None:
         """Let pages that are gone for good not come back when their file is opened again."""
         if self._records is not None:
             self._records.forget(pages)

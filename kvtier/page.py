@@ -74,8 +74,8 @@ class Page:
         """What leaves a level first, before its policy is asked: the lowest."""
         self.origin: Departure | None = None
         """Where its last move took it from."""
-        self.stored = -1
-        """Slot of a file that outlives the process where it was written last; -1 for none."""
+        self.stored = False
+        """Whether it was ever written to a file that outlives the process."""
         self.unread = False
         """Whether it is where it was because the last attempt to read it there failed."""
 

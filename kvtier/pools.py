@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from hostmem import HostMem
 from kvtier.slots import SlotAllocator
-from kvtier.transfer.memory import PageMemory
+from kvtier.transfer.memory import MemoryPool, PageMemory
 
 __all__ = ["PoolGroup"]
 
@@ -17,12 +18,27 @@ class PoolGroup:
         Where its pages are.
     n_slots, max_slots : int
         Pages at first, and what that may grow to.
+
+    Notes
+    -----
+    While the fill of its memory has failed, pages that have none are not available. They are again
+    once a resize tries anew, or gives up what failed.
     """
 
     def __init__(self, memory: PageMemory, n_slots: int, max_slots: int) -> None:
         self.memory = memory
-        self.slots = SlotAllocator(n_slots, max_slots=max_slots, usable=memory.usable_pages)
+        self._filled = [
+            pool.memory
+            for pool in memory.pools
+            if isinstance(pool, MemoryPool) and isinstance(pool.memory, HostMem)
+        ]
+        self.slots = SlotAllocator(
+            n_slots, max_slots=max_slots, usable=memory.usable_pages, failed=self._has_failed
+        )
         """Which pages are in use."""
+
+    def _has_failed(self) -> bool:
+        return any(memory.failure is not None for memory in self._filled)
 
     def close(self) -> None:
         """Give the memory back."""

@@ -43,31 +43,30 @@ class Records:
     def note(self, pages: Sequence[Page], slots: Ids) -> list[bytes]:
         """Note that pages of one group are about to be written to slots; give their names.
 
-        A page of something without a key that can be stored has an empty name.
+        Of several slots that hold the same page the file believes the last one written. A page of
+        something without a key that can be stored has an empty name.
         """
-        self.forget(pages)  # where they were written before
         last = self._last[pages[0].group]
         for page, slot in zip(pages, slots.tolist(), strict=True):
             last[slot] = page
-            page.stored = slot
+            page.stored = True
         return [_name(page) for page in pages]
 
     def adopt(self, page: Page) -> None:
         """Note that a page came back where it is."""
         self._last[page.group][page.slot] = page
-        page.stored = page.slot
+        page.stored = True
 
     def forget(self, pages: Iterable[Page]) -> None:
-        """Let pages not come back."""
-        slots: dict[int, list[int]] = {}
-        for page in pages:
-            last = self._last[page.group]
-            if last.get(page.stored) is page:
-                del last[page.stored]
-                slots.setdefault(page.group, []).append(page.stored)
-        for group, some in slots.items():
+        """Let pages not come back, wherever they were ever written; O(slots) if one was."""
+        gone = {page for page in pages if page.stored}
+        for group in {page.group for page in gone}:
+            last = self._last[group]
+            slots = [slot for slot, page in last.items() if page in gone]
+            for slot in slots:
+                del last[slot]
             with contextlib.suppress(ClosedError):  # what is in a closed file stays as it is
-                self._files[group].forget(np.array(some, np.int32))
+                self._files[group].forget(np.array(slots, np.int32))
 
 
 def _name(page: Page) -> bytes:

@@ -69,7 +69,7 @@ class SlotStatistics:
     fresh: int
     """Never handed out."""
     held: int
-    """Recycled, and withheld because a shrink is being prepared."""
+    """Recycled, and withheld: a shrink is being prepared, or their memory failed."""
     peak_in_use: int
     """The most that were ever in use at once."""
     released: int
@@ -92,7 +92,10 @@ class SlotAllocator:
         What `resize` may grow it to; by default ``n_slots``. At most 2**31 - 1.
     usable : callable, optional
         Says how many slots, from 0, have usable memory now; by default all. Asked only when
-        fresh ids compete with slots in flight.
+        fresh ids compete with slots in flight, or memory failed.
+    failed : callable, optional
+        Says whether the others will not have any, for now: meanwhile none of them is handed out.
+        By default they will. Asked by every allocation.
 
     Notes
     -----
@@ -104,8 +107,10 @@ class SlotAllocator:
         "_capacity",
         "_counts",
         "_events",
+        "_failed",
         "_flying",
         "_fresh",
+        "_goal",
         "_head",
         "_held",
         "_in_use",
@@ -126,6 +131,7 @@ class SlotAllocator:
         *,
         max_slots: int | None = None,
         usable: Callable[[], int] | None = None,
+        failed: Callable[[], bool] | None = None,
     ) -> None:
         capacity = n_slots if max_slots is None else max_slots
         if not 1 <= n_slots <= capacity <= _MOST_SLOTS:
@@ -136,6 +142,7 @@ class SlotAllocator:
         self._n_slots = n_slots
         self._capacity = capacity
         self._usable = usable
+        self._failed = failed
         self._used = np.zeros(n_slots, np.bool_)
         self._places = np.empty(n_slots, np.uint16)  # by id: its place in the last release
         self._ring: Ids = np.empty(n_slots, np.int32)
@@ -145,6 +152,7 @@ class SlotAllocator:
         self._events: deque[Event] = deque()  # of the runs in flight, oldest first
         self._counts: deque[int] = deque()  # the length of each run
         self._fresh = 0  # ids from here on were never handed out
+        self._goal = n_slots  # what a shrink that is being prepared will leave
         self._limit = n_slots  # ids from here on are not handed out now
         self._held: list[tuple[Ids, Event | None]] = []  # recycled ids beyond the limit
         self._in_use = 0
@@ -174,6 +182,7 @@ class SlotAllocator:
     @property
     def available(self) -> int:
         """Slots that an allocation could get now, those in flight included."""
+        self._follow_memory()
         return self._ready + self._flying + max(0, self._limit - self._fresh)
 
     def allocate(self, n: int) -> Slots:
@@ -196,6 +205,7 @@ class SlotAllocator:
         O(n) while finished slots suffice; otherwise also one query for each run in flight.
         """
         fences: tuple[Event, ...] = ()
+        self._follow_memory()
         if 0 <= n <= self._ready:
             ids = self._peek(0, n)
             self._drop(n)
@@ -218,6 +228,7 @@ class SlotAllocator:
             If none is available.
         """
         fence: Event | None = None
+        self._follow_memory()
         if not self._ready and self._flying:
             self._poll(1)
         if self._ready:
@@ -280,7 +291,7 @@ class SlotAllocator:
         Returns
         -------
         bool
-            False, and nothing changed, if one is in use or withheld by a shrink.
+            False, and nothing changed, if one is in use or withheld.
 
         Raises
         ------
@@ -298,6 +309,7 @@ class SlotAllocator:
         wanted[index] = True
         if np.count_nonzero(wanted) < len(index):
             raise ValueError(f"ids: one of {ids!r} occurs more than once")
+        self._follow_memory()
         if wanted[self._limit :].any() or self._used[index].any():
             return False
         recycled = self._peek(0, self._ready + self._flying)
@@ -338,25 +350,13 @@ class SlotAllocator:
         if not 1 <= limit <= self._n_slots:
             raise ValueError(f"limit: {limit} is not in 1..{self._n_slots} slots")
         self._refuse_while_shrinking()
-        recycled = self._peek(0, self._ready + self._flying)
-        ready, flying = recycled[: self._ready], recycled[self._ready :]
-        runs = tuple(zip(self._events, self._counts, strict=True))
-        self._limit = limit
-        self._head = self._ready = self._flying = 0
-        self._events.clear()
-        self._counts.clear()
-        self._keep(ready, None)
-        start = 0
-        for event, count in runs:
-            self._keep(flying[start : start + count], event)
-            start += count
+        self._goal = limit
+        self._withhold_from(min(self._limit, limit))
 
     def cancel_shrink(self) -> None:
         """Hand out all ids again; those withheld and in flight queue behind the others."""
-        held, self._held = self._held, []
-        self._limit = self._n_slots
-        for ids, event in held:
-            self._keep(ids, event)
+        self._goal = self._n_slots
+        self._follow_memory()
 
     def resize(self, n_slots: int) -> tuple[Event, ...]:
         """Grow or shrink; shrinking completes what `begin_shrink` prepared, if anything.
@@ -381,7 +381,7 @@ class SlotAllocator:
         """
         if not 1 <= n_slots <= self._capacity:
             raise ValueError(f"n_slots: {n_slots} is not in 1..{self._capacity} slots")
-        if n_slots != self._limit:
+        if n_slots != self._goal:
             self._refuse_while_shrinking()
         live = self.live_above(n_slots)
         if live.size:
@@ -391,9 +391,10 @@ class SlotAllocator:
                 f"{named}; move or release them first",
                 slots=named,
             )
-        if n_slots < self._limit:
+        if n_slots < self._goal:
             self.begin_shrink(n_slots)
-        fences = _distinct(event for _, event in self._held if not (event is None or event.query()))
+        beyond = (event for ids, event in self._held if (ids >= n_slots).any())
+        fences = _distinct(event for event in beyond if not (event is None or event.query()))
         recycled = self._peek(0, self._ready + self._flying)
         used = self._used[:n_slots]
         self._used = np.zeros(n_slots, np.bool_)
@@ -402,9 +403,12 @@ class SlotAllocator:
         self._ring = np.empty(n_slots, np.int32)
         self._ring[: len(recycled)] = recycled
         self._head = 0
-        self._held.clear()
+        kept = ((ids[ids < n_slots], event) for ids, event in self._held)
+        self._held = [(ids, event) for ids, event in kept if len(ids)]
         self._fresh = min(self._fresh, n_slots)
-        self._n_slots = self._limit = n_slots
+        self._n_slots = self._goal = n_slots
+        self._limit = min(self._limit, n_slots)
+        self._follow_memory()
         return fences
 
     def statistics(self) -> SlotStatistics:
@@ -420,6 +424,32 @@ class SlotAllocator:
             peak_in_use=self._peak,
             released=self._released,
         )
+
+    def _follow_memory(self) -> None:
+        """Hand out ids as far as a shrink that is being prepared, and failed memory, allow."""
+        limit = self._goal
+        if self._failed is not None and self._failed():
+            limit = min(limit, self._mark())
+        if limit != self._limit:
+            self._withhold_from(limit)
+
+    def _withhold_from(self, limit: int) -> None:
+        """Hand out no id at or above ``limit``, and those below it."""
+        recycled = self._peek(0, self._ready + self._flying)
+        ready, flying = recycled[: self._ready], recycled[self._ready :]
+        runs = tuple(zip(self._events, self._counts, strict=True))
+        held, self._held = self._held, []
+        self._limit = limit
+        self._head = self._ready = self._flying = 0
+        self._events.clear()
+        self._counts.clear()
+        self._keep(ready, None)
+        start = 0
+        for event, count in runs:
+            self._keep(flying[start : start + count], event)
+            start += count
+        for ids, known in held:
+            self._keep(ids, known)
 
     def _collect(self, n: int) -> tuple[Ids, tuple[Event, ...]]:
         """Take ``n`` ids when those known to be ready do not suffice."""
@@ -558,11 +588,11 @@ class SlotAllocator:
         self._head = (self._head + n) % len(self._ring)
 
     def _refuse_while_shrinking(self) -> None:
-        if self._limit != self._n_slots:
+        if self._goal != self._n_slots:
             raise ResourceBusyError(
-                f"a shrink from {self._n_slots} to {self._limit} slots is being prepared; "
+                f"a shrink from {self._n_slots} to {self._goal} slots is being prepared; "
                 "complete it with resize, or cancel it, first",
-                limit=self._limit,
+                limit=self._goal,
             )
 
     def _out_of_pages(self, wanted: int) -> OutOfPagesError:
@@ -580,7 +610,8 @@ class SlotAllocator:
         held = [ids for ids, _ in self._held]
         everything = np.concatenate((np.flatnonzero(self._used), recycled, *held))
         state = f"{self.statistics()}, limit {self._limit}, runs {list(self._counts)}"
-        assert 1 <= self._limit <= self._n_slots <= self._capacity, state
+        assert 0 <= self._limit <= self._goal <= self._n_slots <= self._capacity, state
+        assert self._goal >= 1, state
         assert len(self._ring) == len(self._used) == self._n_slots, state
         assert 0 <= self._head < self._n_slots, state
         assert 0 <= self._fresh <= self._n_slots, state

@@ -419,7 +419,10 @@ class TierStorage(Closable):
             return pages
 
     def keep(self, pages: Iterable[Page], kept: bool = True) -> None:
-        """Let pages be moved down but never dropped, or let them be dropped again."""
+        """Let pages be moved down but never dropped, or let them be dropped again.
+
+        One whose bytes can no longer be read is lost all the same.
+        """
         with self.lock:
             for page in pages:
                 page.kept = kept
@@ -468,8 +471,12 @@ class TierStorage(Closable):
                     self._new[page.group] -= 1
                 gone.setdefault((page.level, page.group), []).append(page)
             for (level, group), some in gone.items():
-                self._mover.forget(some)
                 self._mover.free(some, level, group)
+
+    def forget(self, pages: Iterable[Page]) -> None:
+        """Let pages not come back from files that outlive the process; else nothing changes."""
+        with self.lock, self._latch:
+            self._mover.forget(pages)
 
     # ---------------------------------------------------------------------------------- quota
 
@@ -584,6 +591,7 @@ class TierStorage(Closable):
                     assert places <= in_use, f"{where}: pages in slots that are free"
                     new = self._new[index] if level.index == 0 else 0
                     assert len(in_use) == len(pages) + new, f"{where}: slots in use without a page"
+                    assert policy.capacity == group.slots.n_slots, f"{where}: {policy.capacity}"
                     for page in pages:
                         assert (page.level, page.group) == (level.index, index), f"{page} is lost"
                     leased[index] += sum(page.leases > 0 for page in pages) + new

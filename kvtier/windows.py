@@ -54,18 +54,20 @@ class Windows:
         there : callable
             Tells whether that is a page.
         """
-        count = len(rows)
-        for group in self.sliding:
-            missing = [n for n, row in enumerate(rows) if not there(row[group])]
-            while count and missing:
-                first, end = self.stale(group, count)
-                at = bisect_left(missing, end)
-                if missing[0] >= first and (at == len(missing) or missing[at] >= count):
-                    break
-                count -= 1
-        if count < len(rows) and len(self.sliding) > 1:
-            return self.usable(rows[:count], there)  # the other windows end elsewhere now
+        gaps = {g: [n for n, row in enumerate(rows) if not there(row[g])] for g in self.sliding}
+        count, before = len(rows), -1
+        while count != before:  # where one window ends earlier, the others look elsewhere
+            before = count
+            for group, missing in gaps.items():
+                while count and missing and self._sees(group, missing, count):
+                    count -= 1
         return count
+
+    def _sees(self, group: int, missing: Sequence[int], blocks: int) -> bool:
+        """Tell whether the token behind so many blocks sees one of the missing ones, ascending."""
+        first, end = self.stale(group, blocks)
+        at = bisect_left(missing, end)
+        return missing[0] < first or (at < len(missing) and missing[at] < blocks)
 
     def hide(self, columns: Sequence[list[P | None]]) -> None:
         """Put None where a window does not show a block; columns are by group, of all blocks."""

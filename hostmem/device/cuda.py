@@ -182,6 +182,7 @@ class CudaStream(Stream):
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self.handle = device.driver.stream_create(device.ordinal)
+        self._lock = threading.RLock()  # the collector may run anybody's code inside
         self._close = weakref.finalize(self, _destroy, device.driver, device.ordinal, self.handle)
         self._close.atexit = False
 
@@ -206,10 +207,11 @@ class CudaStream(Stream):
         return CudaEvent(self._device, self.handle)
 
     def close(self) -> None:
-        if self._close.alive:
-            with harmless_after_shutdown():
-                self._device.driver.stream_synchronize(self._device.ordinal, self.handle)
-            self._close()
+        with self._lock:
+            if self._close.alive:
+                with harmless_after_shutdown():
+                    self._device.driver.stream_synchronize(self._device.ordinal, self.handle)
+                self._close()
 
 
 def _destroy(driver: Driver, ordinal: int, stream: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 from hostmem.device.cuda import CudaDevice, harmless_after_shutdown
 from hostmem.errors import ClosedError
@@ -27,6 +28,10 @@ class CudaMemory:
     ------
     CuOOMError
         The device has not that much memory free; nothing was taken.
+
+    Notes
+    -----
+    `resize` and `close` may be called from any thread; they take turns.
     """
 
     def __init__(self, device: CudaDevice, capacity: int, size: int, unit: int) -> None:
@@ -35,6 +40,7 @@ class CudaMemory:
         self._device = device
         self._unit = align_up(unit, granularity)
         self.capacity = align_up(capacity, self._unit)
+        self._lock = threading.RLock()  # the collector may run anybody's code inside
         self._mapped = 0
         self.address = driver.memory_reserve(ordinal, self.capacity)
         self.size = 0
@@ -58,10 +64,14 @@ class CudaMemory:
         ClosedError
             Closed.
         """
-        if self._closed:
-            raise ClosedError("the device memory was closed")
-        if not 0 <= size <= self.capacity:
-            raise ValueError(f"size: {size} is not within 0..{self.capacity}, the capacity")
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the device memory was closed")
+            if not 0 <= size <= self.capacity:
+                raise ValueError(f"size: {size} is not within 0..{self.capacity}, the capacity")
+            self._back(size)
+
+    def _back(self, size: int) -> None:
         driver, ordinal = self._device.driver, self._device.ordinal
         target = align_up(size, self._unit)
         with contextlib.ExitStack() as undo:
@@ -79,12 +89,14 @@ class CudaMemory:
 
     def close(self) -> None:
         """Give all memory and the address range back. Idempotent; work in flight must be over."""
-        if self._closed:
-            return
-        with harmless_after_shutdown():
-            self.resize(0)
-            self._device.driver.memory_release(self._device.ordinal, self.address, self.capacity)
-        self._closed = True
+        with self._lock:
+            if self._closed:
+                return
+            with harmless_after_shutdown():
+                self._back(0)
+                driver = self._device.driver
+                driver.memory_release(self._device.ordinal, self.address, self.capacity)
+            self._closed = True
 
     def __repr__(self) -> str:
         return f"<CudaMemory {format_size(self.size)} at {self.address:#x} on {self._device.name}>"

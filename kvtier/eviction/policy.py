@@ -16,10 +16,10 @@ class EvictionPolicy(ABC, Generic[Key]):
     """Orders the keys of a cache by how little would be lost with each.
 
     A policy knows keys and nothing else: the cache decides when to insert, and whether a victim
-    may go at all. It is used in two ways. A cache with real blocks calls `insert`, `touch` and
-    `evict`, and makes room itself before it inserts. A replay of metadata calls `reference` with
-    the keys of one whole request, so that a policy may learn from a key's depth in its prefix and
-    from what was asked together.
+    may go at all. It is used in two ways. A cache with real blocks makes room itself, by `evict`,
+    before it inserts; what one request uses and adds it tells by `touch_many` and `insert_many`,
+    so that a policy may learn from a key's depth in its prefix and from what was asked together. A
+    replay of metadata calls `reference` with the keys of one whole request.
 
     Parameters
     ----------
@@ -69,6 +69,15 @@ class EvictionPolicy(ABC, Generic[Key]):
     def insert(self, key: Key) -> None:
         """Add a key as the most recently used; ValueError if it is present."""
 
+    def insert_many(self, keys: Iterable[Key]) -> None:
+        """Add what a request adds, in the order of its prefix; ValueError at the first present one.
+
+        A policy may tell from the keys together which it would rather not have been given: these
+        are its next victims. By default it is an `insert` of each.
+        """
+        for key in keys:
+            self.insert(key)
+
     def insert_evicted(self, key: Key, above: EvictionPolicy[Key]) -> None:
         """Add a key that the policy of the level above gave at its last eviction.
 
@@ -81,7 +90,7 @@ class EvictionPolicy(ABC, Generic[Key]):
         """Note a use of a key; KeyError if it is absent."""
 
     def touch_many(self, keys: Iterable[Key]) -> None:
-        """Note one use of each key in turn; KeyError at the first one that is absent."""
+        """Note that a request uses keys, in the order of its prefix; KeyError at an absent one."""
         for key in keys:
             self.touch(key)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from kvtier.eviction.policy import EvictionPolicy, Key
@@ -63,6 +63,11 @@ class ByPriority(EvictionPolicy[Key]):
         """Add a key as the most recently used of its priority; ValueError if it is present."""
         self._of(self._priority_of(key)).insert(key)
 
+    def insert_many(self, keys: Iterable[Key]) -> None:
+        """Add what a request adds, those of each priority together."""
+        for priority, some in self._by_priority(keys):
+            self._of(priority).insert_many(some)
+
     def insert_evicted(self, key: Key, above: EvictionPolicy[Key]) -> None:
         """Add a key with what the level above knows of it."""
         priority = self._priority_of(key)
@@ -76,6 +81,17 @@ class ByPriority(EvictionPolicy[Key]):
     def touch(self, key: Key) -> None:
         """Note a use of a key; KeyError if it is absent."""
         self._by[self._priority_of(key)].touch(key)
+
+    def touch_many(self, keys: Iterable[Key]) -> None:
+        """Note that a request uses keys, those of each priority together."""
+        for priority, some in self._by_priority(keys):
+            self._by[priority].touch_many(some)
+
+    def _by_priority(self, keys: Iterable[Key]) -> Iterable[tuple[int, list[Key]]]:
+        by: dict[int, list[Key]] = {}
+        for key in keys:
+            by.setdefault(self._priority_of(key), []).append(key)
+        return by.items()
 
     def remove(self, key: Key) -> None:
         """Forget a key; KeyError if it is absent."""

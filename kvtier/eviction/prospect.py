@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from math import inf
 
@@ -30,11 +30,13 @@ class Prospect(EvictionPolicy[Key]):
     that came too late are learned from as well.
 
     `reference` also decides about admission: new keys that are worth less than all that would have
-    to go for them stay out, the last ones of the request first.
+    to go for them stay out, the last ones of the request first. `insert_many` comes when others
+    have gone: new keys that are worth less than these are the next to go.
 
-    Where a cache calls `insert` and `touch`, runs are found from the order of the calls: a touch of
-    a key that does not follow the key before it begins a request, and so does an insertion after
-    an eviction unless a touch came last. What was joined wrongly is parted at its next touch.
+    A touch of a key that does not follow the key before it begins a request, and `insert_many` ends
+    one. Where a cache calls `insert` and `touch`, runs are found from the order of the calls: an
+    insertion after an eviction begins a request as well, unless a touch came last. What was joined
+    wrongly is parted at its next touch.
 
     Notes
     -----
@@ -43,8 +45,8 @@ class Prospect(EvictionPolicy[Key]):
     """
 
     __slots__ = (
-        "_at", "_first", "_ghosts", "_gone", "_inserted", "_last", "_path", "_reading", "_request",
-        "_runs", "_touched", "_waiting",
+        "_at", "_first", "_ghosts", "_gone", "_inserted", "_last", "_passed", "_path", "_reading",
+        "_request", "_runs", "_spent", "_touched", "_waiting",
     )  # fmt: skip
 
     def __init__(
@@ -55,12 +57,14 @@ class Prospect(EvictionPolicy[Key]):
         self._waiting: Waiting[Key] = Waiting(max((capacity or _UNBOUNDED) // 16, 1))
         self._ghosts: OrderedDict[Hashable, Run[Key]] = OrderedDict()  # by the key they began with
         self._gone: dict[Key, tuple[Run[Key], Cohort[Key]]] = {}  # by the last eviction
+        self._spent: list[float] = []  # what the keys were worth that went for the next ones
         # The request that is being noted.
         self._request = 0
         self._path: list[Run[Key]] = []  # runs used, in no cohort meanwhile
         self._at: Run[Key] | None = None  # where its prefix has got to
         self._reading: Run[Key] | None = None  # used from _first to _last, so far
         self._first = self._last = 0
+        self._passed: Run[Key] | None = None  # what is left of the run that it was in last
         self._touched = self._inserted = 0
 
     # ------------------------------------------------------------------------- one key at a time
@@ -85,6 +89,39 @@ class Prospect(EvictionPolicy[Key]):
             self._runs[key] = last
         else:
             self._grow([key], self._born([key]))
+
+    def insert_many(self, keys: Iterable[Key]) -> None:
+        """Add the keys that end a request; ValueError, and nothing changed, if one is present.
+
+        Those that are worth less than what was evicted for them, the last ones first, are refused:
+        they go before all others, unless they are touched before that.
+        """
+        keys = list(keys)
+        if not self._runs.keys().isdisjoint(keys):
+            raise ValueError(f"key {next(filter(self.__contains__, keys))!r} is already present")
+        if not keys:
+            return
+        self._leave()
+        self._waiting.tick(len(keys))
+        self._touched += len(keys)
+        self._pass_by()
+        if self._path and not self._path[-1].weight:  # of keys inserted one by one
+            self._begin()
+        n, run = len(keys), self._born(keys)
+        room = min(self._paid_for(run, n), n - 1)
+        rest = Run(keys[room:], run.depth, TIP if room == n - 1 else BODY, self._request)
+        rest.uses, rest.refused = run.uses, self._paid_for(rest, n) <= room
+        if room:
+            self._grow(keys[:room], run)
+        self._grow(rest.keys, rest)
+        self._spent.clear()
+        self._join_path()
+        self._at = None
+
+    def _paid_for(self, run: Run[Key], n: int) -> int:
+        """Of ``n`` new keys, count those for which nothing went that is worth more than they."""
+        worth = self._waiting.worth_of_new(run)
+        return max(n - sum(spent > worth for spent in self._spent), 0)
 
     def insert_evicted(self, key: Key, above: EvictionPolicy[Key]) -> None:
         """Add a key with what the level above knows of it, and value it as that does.
@@ -133,6 +170,22 @@ class Prospect(EvictionPolicy[Key]):
             self._begin()
         self._reading, self._first, self._last = run, index, index
 
+    def touch_many(self, keys: Iterable[Key]) -> None:
+        """Note that a request uses keys, in the order of its prefix; KeyError at an absent one."""
+        keys = list(keys)
+        at = 0
+        while at < len(keys):
+            self.touch(keys[at])
+            run, first = self._runs[keys[at]], self._last
+            length = _common(run.keys, first, keys, at)
+            self._last += length - 1
+            self._touched += length - 1
+            self._waiting.clock += length - 1
+            at += length
+            if at < len(keys):
+                self._leave()
+                self._pass_by()
+
     def remove(self, key: Key) -> None:
         """Forget a key; KeyError if it is absent."""
         if key not in self._runs:
@@ -172,11 +225,11 @@ class Prospect(EvictionPolicy[Key]):
                 at = end
                 continue
             first = 0 if run.keys[0] == key else run.keys.index(key)
-            length = min(len(run.keys) - first, n - at)
-            if keys[at : at + length] != run.keys[first : first + length]:
-                length = next(i for i in range(length) if keys[at + i] != run.keys[first + i])
+            length = _common(run.keys, first, keys, at)
             if run.request != self._request:
-                self._use(run, first, first + length, passed=at + length < n)
+                self._use(run, first, first + length)
+                if at + length < n:
+                    self._pass_by()
             at += length
             if prefix_held:
                 hits += length
@@ -245,27 +298,32 @@ class Prospect(EvictionPolicy[Key]):
         """Note the use of the run that touches went through, now that they have left it."""
         if self._reading is not None:
             run, self._reading = self._reading, None
-            self._use(run, self._first, self._last + 1, passed=False)
+            self._use(run, self._first, self._last + 1)
 
-    def _use(self, run: Run[Key], first: int, end: int, *, passed: bool) -> None:
-        """Note a use of ``run.keys[first:end]``; ``passed``: the request went another way then."""
+    def _use(self, run: Run[Key], first: int, end: int) -> None:
+        """Note a use of ``run.keys[first:end]``."""
         if first:
             self._split(run, first)
+        self._passed = None
         if end - first < len(run.keys):
-            head = self._split(run, end - first)
-            if passed and not run.kids:
-                cohort = run.cohort
-                self._waiting.part(run)
-                run.kind = LEFT
-                self._waiting.join(run, run.weight, cohort)
-            run = head
+            self._passed, run = run, self._split(run, end - first)
         self._waiting.note_return(run, run.weight)
         self._waiting.part(run)
+        run.refused = False
         self._hang(run, self._at)
         run.uses += 1
         run.request = self._request
         self._path.append(run)
         self._at = run
+
+    def _pass_by(self) -> None:
+        """Note that the request went another way than the rest of the run that it used last."""
+        run, self._passed = self._passed, None
+        if run is not None and run.keys and not run.kids and run.parent is self._at:
+            cohort = run.cohort
+            self._waiting.part(run)
+            run.kind = LEFT
+            self._waiting.join(run, run.weight, cohort)
 
     def _born(self, keys: list[Key]) -> Run[Key]:
         """Make a run for new keys behind the path, and learn from those that are remembered."""
@@ -388,6 +446,7 @@ class Prospect(EvictionPolicy[Key]):
     def evict(self, n: int, evictable: Callable[[Key], bool] | None = None) -> list[Key] | None:
         """Remove the ``n`` least valuable keys, or none; see `EvictionPolicy.evict`."""
         self._gone.clear()
+        self._spent.clear()
         return self._evict(n, evictable, self._let_go)
 
     def _let_go(self, key: Key) -> None:
@@ -395,6 +454,7 @@ class Prospect(EvictionPolicy[Key]):
         run = self._runs[key]
         assert run.cohort is not None
         self._gone[key] = run, run.cohort
+        self._spent.append(self._waiting.worth_of(run))
         self._drop(key, remember=self._waiting.learns)
 
     def __len__(self) -> int:
@@ -402,3 +462,11 @@ class Prospect(EvictionPolicy[Key]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._runs
+
+
+def _common(some: list[Key], first: int, others: list[Key], at: int) -> int:
+    """Count how many keys two lists have in common, from an index of each."""
+    length = min(len(some) - first, len(others) - at)
+    if some[first : first + length] == others[at : at + length]:
+        return length
+    return next(n for n in range(length) if some[first + n] != others[at + n])

@@ -19,7 +19,9 @@ class Run(Generic[Key]):
     key first, and a run with children loses none. What is left of a run without keys is a ghost.
     """
 
-    __slots__ = ("cohort", "depth", "keys", "kids", "kind", "parent", "request", "uses", "weight")
+    __slots__ = (
+        "cohort", "depth", "keys", "kids", "kind", "parent", "refused", "request", "uses", "weight",
+    )  # fmt: skip
 
     def __init__(self, keys: list[Key], depth: int, kind: int, request: int) -> None:
         self.keys = keys
@@ -39,6 +41,8 @@ class Run(Generic[Key]):
         """Whom it ages with; None while the request that uses it lasts."""
         self.weight = 0
         """Keys that it had when it joined the cohort."""
+        self.refused = False
+        """Whether it goes before all others: it is worth less than what went for it."""
 
     @property
     def turns(self) -> int:

@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import chain, count
+from math import inf
 from typing import Generic, TypeVar
 
 from kvtier.eviction.outlook import AGES, BUCKETS, CELLS, Outlook, class_of
@@ -34,7 +35,8 @@ class Waiting(Generic[Key]):
 
     __slots__ = (
         "_aging", "_cells", "_cohorts", "_epoch", "_epoch_refs", "_followed", "_mask",
-        "_next_epoch", "_next_ranking", "_order", "_outlook", "_place", "_worth", "clock",
+        "_next_epoch", "_next_ranking", "_order", "_outlook", "_place", "_refused", "_worth",
+        "clock",
     )  # fmt: skip
 
     def __init__(self, epoch_refs: int) -> None:
@@ -50,6 +52,7 @@ class Waiting(Generic[Key]):
         self._cells: list[OrderedDict[Cohort[Key], None]] = [OrderedDict() for _ in range(CELLS)]
         self._order: list[int] = []  # cells, worth least first
         self._place = [0] * CELLS  # where a cell is in that order
+        self._refused: OrderedDict[Run[Key], None] = OrderedDict()  # leaves that go first
         self._mask = 0  # bit of each place that has leaves
         self._worth: list[float] = []
         self._next_ranking = 0
@@ -120,8 +123,7 @@ class Waiting(Generic[Key]):
         """Let a run age no longer."""
         cohort = run.cohort
         assert cohort is not None
-        if run in cohort.leaves:
-            self.lift(run)
+        self.lift(run)
         run.cohort = None
         cohort.weight -= run.weight
         if not cohort.weight:
@@ -129,6 +131,9 @@ class Waiting(Generic[Key]):
 
     def lay(self, run: Run[Key]) -> None:
         """Note that a run may lose keys."""
+        if run.refused:
+            self._refused[run] = None
+            return
         cohort = run.cohort
         assert cohort is not None
         if not cohort.leaves:
@@ -137,6 +142,9 @@ class Waiting(Generic[Key]):
 
     def lift(self, run: Run[Key]) -> None:
         """Note that a run may not lose keys."""
+        if run.refused:
+            self._refused.pop(run, None)
+            return
         cohort = run.cohort
         assert cohort is not None
         if run in cohort.leaves:
@@ -170,8 +178,15 @@ class Waiting(Generic[Key]):
         """Give what a key of a run is worth that is used now."""
         return self._worth[class_of(run.kind, run.turns) * BUCKETS]
 
+    def worth_of(self, run: Run[Key]) -> float:
+        """Give what a key of a run that waits is worth now; less than any other if refused."""
+        assert run.cohort is not None
+        return -inf if run.refused else self._worth[run.cohort.cell]
+
     def least(self, at_most: float) -> Run[Key] | None:
         """Give the leaf that is worth least, unless it is worth more than ``at_most``."""
+        if self._refused:
+            return next(iter(self._refused))
         if not self._mask:
             return None
         cell = self._order[(self._mask & -self._mask).bit_length() - 1]
@@ -181,14 +196,16 @@ class Waiting(Generic[Key]):
 
     def in_order(self) -> Iterator[Run[Key]]:
         """Iterate over all runs with keys, worth least first, but each behind its children."""
-        mask = self._mask
+        mask, first = self._mask, list(self._refused)
         left: dict[Run[Key], int] = {}  # children that are still to come
         freed: list[tuple[int, int, Run[Key]]] = []  # whose children have come, by place
         number = count()
-        while mask or freed:
+        while mask or freed or first:
             place = (mask & -mask).bit_length() - 1 if mask else CELLS
             runs: Iterable[Run[Key]]
-            if freed and freed[0][0] <= place:
+            if first:
+                runs, first = first, []
+            elif freed and freed[0][0] <= place:
                 runs = (heappop(freed)[2],)
             else:
                 mask &= mask - 1

@@ -97,7 +97,7 @@ class SlotFile:
         self.reserved = True
         """Whether the file system has set the room aside; if not, a full disk shows in writes."""
         self.restored: tuple[tuple[int, bytes], ...] = ()
-        """Slots that came back and what they are called, as found when the file was opened."""
+        """Slots that came back when the file was opened, and their names: who was written first."""
         self._fd = -1
         self._index: SlotIndex | None = None
         self._workers: Workers | None = None
@@ -115,12 +115,13 @@ class SlotFile:
                 path = os.path.join(folder, name)
                 self._index = SlotIndex(f"{path}.index", slot_size, layout, compression)
                 self._fd, self.direct = open_named(path, direct=direct)
-                self._restore(self._index, slots)
             self._data: SlotBytes = (
                 PackedSlots(self._fd, slot_size, self._packer)
                 if self._packer is not None
                 else PlainSlots(self._fd, slot_size)
             )
+            if self._index is not None:
+                self._restore(self._index, slots)
             self.resize(slots)
             self._io = SlotIO(self._data, folder, slot_size, self._sums, self._index)
             self._workers = Workers("kvtier-disk", _WORKERS)
@@ -138,9 +139,11 @@ class SlotFile:
             self._set_room_aside(0, kept * self.slot_size)
         self.slots = there
         self._sums.resize(there)
+        self._data.resize(there)
         records = index.load(kept)
         for record in records:
             self._sums.note(record.slot, np.array([record.checksum], np.uint32))
+            self._data.restore(record.slot, record.stored)
         self.restored = tuple((record.slot, record.name) for record in records)
 
     def resize(self, slots: int) -> None:

@@ -34,6 +34,12 @@ class SlotBytes(Protocol):
     def resize(self, slots: int) -> None:
         """Know so many slots; new ones hold zeros."""
 
+    def stored(self, first: int, count: int) -> list[int]:
+        """Say how many bytes of slots hold something; 0: all of them."""
+
+    def restore(self, slot: int, stored: int) -> None:
+        """Take over what `stored` said in an earlier process."""
+
     def write(self, first: int, addresses: Addresses) -> Moved:
         """Write pages to the slots from ``first`` on; blocks.
 
@@ -72,6 +78,13 @@ class PlainSlots:
     def resize(self, slots: int) -> None:
         """Need to know nothing."""
 
+    def stored(self, first: int, count: int) -> list[int]:
+        """Say that all of the slots holds something."""
+        return [0] * count
+
+    def restore(self, slot: int, stored: int) -> None:
+        """Need to know nothing."""
+
     def write(self, first: int, addresses: Addresses) -> Moved:
         """Write pages to the slots from ``first`` on."""
         write_ranges(self._fd, first * self._slot_size, addresses, self._slot_size)
@@ -101,16 +114,26 @@ class PackedSlots:
         self._slot_size = slot_size
         self._packer = packer
         self._lock = threading.Lock()  # a resize moves the array
-        self._lengths = np.zeros(0, np.uint32)  # 0: not known, so all of the slot is read
+        self._lengths = np.zeros(0, np.uint32)  # 0: all of the slot
         self._rooms = threading.local()
 
     def resize(self, slots: int) -> None:
-        """Know so many slots; how much of new ones is worth reading is not known."""
+        """Know so many slots; new ones hold zeros."""
         lengths = np.zeros(slots, np.uint32)
         with self._lock:
             kept = min(slots, len(self._lengths))
             lengths[:kept] = self._lengths[:kept]
             self._lengths = lengths
+
+    def stored(self, first: int, count: int) -> list[int]:
+        """Say how many bytes of slots hold something."""
+        with self._lock:
+            lengths: list[int] = self._lengths[first : first + count].tolist()
+            return lengths
+
+    def restore(self, slot: int, stored: int) -> None:
+        """Take over what `stored` said in an earlier process."""
+        self._lengths[slot] = stored
 
     def write(self, first: int, addresses: Addresses) -> Moved:
         """Write pages to the slots from ``first`` on."""

@@ -116,7 +116,7 @@ class SlotIndex:
     # ---------------------------------------------------------------------------- at the start
 
     def load(self, slots: int) -> list[Record]:
-        """Read the records of slots below ``slots``, in order of the slots; forget all others.
+        """Read the records of slots below ``slots``, oldest first; forget all others.
 
         Of records of the same name the newest counts.
         """
@@ -148,7 +148,7 @@ class SlotIndex:
                 self.torn,
                 self.path,
             )
-        records = sorted(found.values(), key=lambda record: record.slot)
+        records = sorted(found.values(), key=lambda record: (record.generation, record.slot))
         self._recorded[[record.slot for record in records] + refused] = 1
         self._erase(np.array(sorted(refused), np.int64))
         return records
@@ -174,11 +174,17 @@ class SlotIndex:
             self._erase(first + np.flatnonzero(self._recorded[first : first + count]))
 
     def finish(
-        self, first: int, names: Sequence[bytes], checksums: NDArray[np.uint32], claim: int
+        self,
+        first: int,
+        names: Sequence[bytes],
+        stored: Sequence[int],
+        checksums: NDArray[np.uint32],
+        claim: int,
     ) -> None:
         """Write the records of slots that are whole; of those with an empty name there is none.
 
-        A slot that was claimed since gets no record either.
+        A slot that was claimed since gets no record either. ``stored`` says how many bytes of each
+        slot hold something, ``checksums`` what of.
 
         Raises
         ------
@@ -186,9 +192,10 @@ class SlotIndex:
             Some of them do not come back.
         """
         count = len(names)
+        found = zip(names, stored, checksums.tolist(), strict=True)
         records = [
-            Record(first + n, checksum, claim, name).pack(self._identity) if name else _NOTHING
-            for n, (name, checksum) in enumerate(zip(names, checksums.tolist(), strict=True))
+            Record(slot, length, crc, claim, name).pack(self._identity) if name else _NOTHING
+            for slot, (name, length, crc) in enumerate(found, first)
         ]
         with self._lock:
             # A claim made from here on is of somebody who will take the record away again.
@@ -216,10 +223,14 @@ class SlotIndex:
 
     def _erase(self, slots: NDArray[np.integer]) -> None:
         """Overwrite the records of slots, which ascend, with zeros."""
-        for run in np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1):
-            if len(run):
-                write_at(self._fd, HEADER_BYTES + int(run[0]) * RECORD_BYTES, _NOTHING * len(run))
-                self._recorded[run] = 0
+        if not len(slots):
+            return
+        runs = [slots]
+        if int(slots[-1] - slots[0]) >= len(slots):
+            runs = np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1)
+        for run in runs:
+            write_at(self._fd, HEADER_BYTES + int(run[0]) * RECORD_BYTES, _NOTHING * len(run))
+            self._recorded[run] = 0
 
     def resize(self, slots: int) -> None:
         """Have room for the records of that many slots; those of slots beyond are gone.

@@ -198,7 +198,8 @@ class SlotIO:
             self._index.begin(run.first, len(run.places))
         moved = self._data.write(run.first, run.addresses)
         if self._index is not None and any(run.names):
-            self._index.finish(run.first, run.names, sums, claim)
+            stored = self._data.stored(run.first, len(run.places))
+            self._index.finish(run.first, run.names, stored, sums, claim)
         self._count(writes=moved.requests, bytes_written=moved.nbytes)
 
     def _read(self, first: int, addresses: Addresses) -> None:

@@ -31,9 +31,10 @@ _VERSION = 1
 # length of the layout, which comes next. Of another version only the first three are known.
 _PREFIX = struct.Struct("<8sII")
 _HEADER = struct.Struct("<Q8s32sH")
-# Checksum of the rest; slot, checksum of its bytes, generation, identity, length of the name, name.
+# Checksum of the rest; slot, bytes stored, checksum of the page, generation, identity, length of
+# the name, name.
 _CHECKSUM = struct.Struct("<I")
-_RECORD = struct.Struct("<IIQ8sH64s34x")
+_RECORD = struct.Struct("<IIIQ8sH64s30x")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ class Record:
 
     slot: int
     """Where."""
+    stored: int
+    """Bytes of it that hold something; 0: all of them."""
     checksum: int
     """CRC-32 of its page."""
     generation: int
@@ -101,7 +104,13 @@ class Record:
     def pack(self, identity: bytes) -> bytes:
         """Write it, as `RECORD_BYTES` bytes, for the file of that identity."""
         body = _RECORD.pack(
-            self.slot, self.checksum, self.generation, identity, len(self.name), self.name
+            self.slot,
+            self.stored,
+            self.checksum,
+            self.generation,
+            identity,
+            len(self.name),
+            self.name,
         )
         return _CHECKSUM.pack(zlib.crc32(body)) + body
 
@@ -111,7 +120,7 @@ class Record:
         body = data[_CHECKSUM.size :]
         if _CHECKSUM.unpack_from(data)[0] != zlib.crc32(body):
             return None
-        found, checksum, generation, owner, length, name = _RECORD.unpack(body)
+        found, stored, checksum, generation, owner, length, name = _RECORD.unpack(body)
         if found != slot or owner != identity:
             return None
-        return cls(slot, checksum, generation, name[:length])
+        return cls(slot, stored, checksum, generation, name[:length])

@@ -16,9 +16,25 @@ from hostmem.device import DONE, CudaMemory, HostEvent, cuda
 from hostmem.device.cuda import CudaEvent
 from hostmem.errors import CuError, CuOOMError
 from hostmem.testing import FakeDriver, FaultPlan
+from tests.threads import Spawn, Until
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
+
+
+class CountingLock:
+    """A lock that counts who asked for it, before they wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.asked = 0
+
+    def __enter__(self) -> None:
+        self.asked += 1
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def u64(*values: int) -> NDArray[np.uint64]:
@@ -146,6 +162,23 @@ def test_a_closed_stream_is_destroyed_once() -> None:
         stream.close()
         del stream
         gc.collect()
+        assert len(plan.calls("cuStreamDestroy")) == 1
+
+
+def test_a_stream_closes_from_two_threads_at_once(
+    monkeypatch: pytest.MonkeyPatch, spawn: Spawn, until: Until
+) -> None:
+    stream = CudaDevice(0, driver=FakeDriver()).stream()
+    lock = CountingLock()
+    monkeypatch.setattr(stream, "_lock", lock)
+    with FaultPlan() as plan:
+        finishing = plan.hold("cuStreamSynchronize")
+        first = spawn(stream.close)
+        finishing.wait_reached()
+        second = spawn(stream.close)
+        until(lambda: lock.asked == 2 or second.done())
+        finishing.release()
+        assert first.result() is second.result() is None
         assert len(plan.calls("cuStreamDestroy")) == 1
 
 
@@ -298,6 +331,46 @@ def test_a_shrink_that_fails_half_way_goes_on_the_next_time() -> None:
     memory.resize(2 * MIB)
     assert device.driver.memory_info(0)[0] == 14 * MIB
     memory.close()
+
+
+def test_device_memory_closes_from_two_threads_at_once(
+    monkeypatch: pytest.MonkeyPatch, spawn: Spawn, until: Until
+) -> None:
+    device = device_with(16 * MIB)
+    memory = CudaMemory(device, 8 * MIB, 8 * MIB, 2 * MIB)
+    lock = CountingLock()
+    monkeypatch.setattr(memory, "_lock", lock)
+    with FaultPlan() as plan:
+        giving_back = plan.hold("cuMemUnmap")
+        first = spawn(memory.close)
+        giving_back.wait_reached()
+        second = spawn(memory.close)
+        until(lambda: lock.asked == 2 or second.done())
+        giving_back.release()
+        assert first.result() is second.result() is None
+        assert len(plan.calls("cuMemUnmap")) == 4
+        assert len(plan.calls("cuMemAddressFree")) == 1
+    assert device.driver.memory_info(0)[0] == 16 * MIB
+
+
+def test_device_memory_that_is_closed_while_it_grows_gives_all_back(
+    monkeypatch: pytest.MonkeyPatch, spawn: Spawn, until: Until
+) -> None:
+    device = device_with(16 * MIB)
+    memory = CudaMemory(device, 8 * MIB, 2 * MIB, 2 * MIB)
+    lock = CountingLock()
+    monkeypatch.setattr(memory, "_lock", lock)
+    with FaultPlan() as plan:
+        mapping = plan.hold("cuMemMap", at=2)
+        growing = spawn(memory.resize, 8 * MIB)
+        mapping.wait_reached()
+        closing = spawn(memory.close)
+        until(lambda: lock.asked == 2 or closing.done())
+        mapping.release()
+        assert growing.result() is closing.result() is None
+    assert device.driver.memory_info(0)[0] == 16 * MIB
+    with pytest.raises(ClosedError):
+        memory.resize(2 * MIB)
 
 
 def test_closed_memory_does_not_grow() -> None:

@@ -37,7 +37,7 @@ ROWS: dict[str, list[set[str]]] = {
     ],
     "kvtier": [
         {"transfer", "slots", "quota", "plan", "layout", "config", "config_file", "keys"},
-        {"page", "pools", "eviction", "latch"},
+        {"page", "pools", "eviction", "latch", "page_tables"},
         {"levels", "stats"},
         {"records"},
         {"mover"},
@@ -45,6 +45,7 @@ ROWS: dict[str, list[set[str]]] = {
         {"storage", "block", "windows", "events"},
         {"block_index", "block_job", "engine_pages", "leases", "ranks"},
         {"blocks"},
+        {"holding", "sequence"},
         {"manager"},
         {"__init__"},
         {"__main__", "integrations", "metrics", "replay", "testing"},

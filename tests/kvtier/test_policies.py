@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.eviction import ARC, POLICIES, S3FIFO, EvictionPolicy, make_policy
+from kvtier.eviction.priority import ByPriority
 
 every_policy = pytest.mark.parametrize("name", POLICIES)
 
@@ -20,6 +21,7 @@ calls = st.lists(
         st.tuples(st.just("insert"), keys),
         st.tuples(st.just("touch"), keys),
         st.tuples(st.just("use or insert"), st.lists(keys, max_size=6)),
+        st.tuples(st.just("request"), st.lists(keys, max_size=6, unique=True)),
         st.tuples(st.just("remove"), keys),
         st.tuples(st.just("evict"), st.integers(0, 5)),
         st.tuples(st.just("evict some"), st.integers(0, 5)),
@@ -69,6 +71,10 @@ def test_a_policy_holds_what_a_set_would(
             for key in what:
                 (policy.touch if key in held else policy.insert)(key)
                 held.add(key)
+        elif call == "request":
+            policy.touch_many([key for key in what if key in held])
+            policy.insert_many(key for key in what if key not in held)
+            held.update(what)
         elif call == "remove":
             policy.remove(what)
             held.remove(what)
@@ -150,6 +156,41 @@ def test_what_comes_from_a_level_above_is_inserted(name: str) -> None:
     assert set(policy.victims()) == {*evicted, 9}
     with pytest.raises(ValueError, match="already present"):
         policy.insert_evicted(evicted[0], above)
+
+
+@every_policy
+def test_what_many_calls_say_one_may_say(name: str) -> None:
+    one, many = make_policy(name, 8), make_policy(name, 8)
+    many.insert_many(iter([1, 2, 3]))
+    many.touch_many(iter([1, 2]))
+    for key in (1, 2, 3):
+        one.insert(key)
+    for key in (1, 2):
+        one.touch(key)
+    if name != "prospect":  # which learns more from many
+        assert list(many.victims()) == list(one.victims())
+    with pytest.raises(ValueError, match="3 is already present"):
+        many.insert_many([3])
+    with pytest.raises(KeyError):
+        many.touch_many([1, 9])
+    assert set(many.victims()) == {1, 2, 3}
+
+
+@every_policy
+def test_keys_of_several_priorities_go_to_the_policy_of_each(name: str) -> None:
+    policy: ByPriority[int] = ByPriority(
+        lambda capacity: make_policy(name, capacity), lambda key: key // 10, 12
+    )
+    policy.insert_many([20, 0, 21, 1, 10])
+    assert [key // 10 for key in policy.victims()] == [0, 0, 1, 2, 2]
+    alone = make_policy(name, 12)
+    alone.insert_many([20, 21])
+    alone.touch_many([20])
+    policy.touch_many(key for key in (0, 20, 10))
+    assert list(policy.victims())[3:] == list(alone.victims())
+    with pytest.raises(KeyError):
+        policy.touch_many([30])
+    assert set(policy.victims()) == {0, 1, 10, 20, 21}
 
 
 # ------------------------------------------------------------------------------------------ ARC

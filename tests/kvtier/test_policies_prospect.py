@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.eviction import Prospect
-from kvtier.eviction.outlook import AGES, BUCKETS, CELLS, TIP, Outlook, _best_rates, class_of
+from kvtier.eviction.outlook import (
+    AGES,
+    BUCKETS,
+    CELLS,
+    LEFT,
+    TIP,
+    Outlook,
+    _best_rates,
+    class_of,
+)
 from kvtier.eviction.runs import Run
 
 
@@ -23,6 +33,9 @@ def check(policy: Prospect[int]) -> None:
     assert all(policy._runs[key] is run for run in runs for key in run.keys)
     children = Counter(run.parent for run in runs if run.parent is not None)
     leaves = {run for cell in waiting._cells for cohort in cell for run in cohort.leaves}
+    assert not any(run.refused for run in leaves)
+    assert all(run.refused for run in waiting._refused)
+    leaves.update(waiting._refused)
     for run in runs:
         assert run.kids == children[run]
         assert (run in leaves) == (run.kids == 0)
@@ -53,7 +66,7 @@ def check(policy: Prospect[int]) -> None:
 
 requests = st.lists(
     st.tuples(
-        st.sampled_from(["reference", "live", "remove", "evict", "capacity"]),
+        st.sampled_from(["reference", "live", "requests", "remove", "evict", "capacity"]),
         st.lists(st.integers(0, 20), min_size=1, max_size=9),
     ),
     max_size=40,
@@ -70,6 +83,8 @@ def test_what_it_keeps_agrees(log: list[tuple[str, list[int]]], capacity: int | 
         elif call == "live":
             for key in keys:
                 (policy.touch if key in policy else policy.insert)(key)
+        elif call == "requests":
+            request(policy, list(dict.fromkeys(keys)))
         elif call == "evict":
             policy.evict(len(keys), lambda key: key % 4 != 0)
         elif call == "capacity":
@@ -80,6 +95,19 @@ def test_what_it_keeps_agrees(log: list[tuple[str, list[int]]], capacity: int | 
         check(policy)
 
 
+def request(policy: Prospect[Any], keys: list[Any], capacity: int | None = None) -> int:
+    """Use a request's leading keys and add the others, once room was made; give the hits."""
+    hits = next((n for n, key in enumerate(keys) if key not in policy), len(keys))
+    policy.touch_many(keys[:hits])
+    rest = keys[hits:]
+    policy.touch_many([key for key in rest if key in policy])
+    new = [key for key in rest if key not in policy]
+    if capacity is not None:
+        policy.evict(max(len(policy) + len(new) - capacity, 0))
+    policy.insert_many([key for key in rest if key not in policy])  # some may just have gone
+    return hits
+
+
 @given(requests)
 def test_chains_go_from_their_ends(log: list[tuple[str, list[int]]]) -> None:
     # Keys that name their whole prefix, as a hash chained over it does.
@@ -88,6 +116,10 @@ def test_chains_go_from_their_ends(log: list[tuple[str, list[int]]]) -> None:
         chained = [tuple(ids[: n + 1]) for n in range(len(ids))]
         if call == "evict":
             policy.evict(len(ids))
+        elif call == "requests":
+            policy.capacity = None
+            request(policy, chained)
+            policy.capacity = 12
         else:
             policy.reference(chained)
         held = set(policy.victims())
@@ -119,6 +151,73 @@ def test_a_long_request_that_nobody_repeats_does_not_flush_a_conversation() -> N
         hits = policy.reference(talk)
         talk = [0, 1, 2, 3, *talk[4:], 10 + turn][:20]
     assert hits == 20
+
+
+def test_what_is_worth_less_than_what_went_for_it_is_the_next_to_go() -> None:
+    policy: Prospect[int] = Prospect(64)
+    talk = list(range(20))
+    for first in range(100, 1_500, 70):  # a conversation comes back, what is between never does
+        request(policy, talk, 64)
+        request(policy, [-1, *range(first, first + 64)], 64)
+    request(policy, talk, 64)
+    request(policy, [-1, *range(2_000, 2_050)], 64)
+    assert next(policy.victims()) == 2_049
+    policy.evict(40)
+    assert set(talk[:10]) <= set(policy.victims())
+
+
+def test_a_refused_key_that_is_asked_for_is_refused_no_longer() -> None:
+    policy: Prospect[int] = Prospect(4)
+    for _ in range(200):  # learn that these return, and others do not
+        request(policy, [0, 1, 2, 3], 4)
+    policy.evict(3)
+    policy.insert_many([10, 11, 12])
+    assert [policy._runs[key].refused for key in (0, 11, 12)] == [False, True, True]
+    policy.touch_many([10, 11])
+    policy._settle()
+    assert [policy._runs[key].refused for key in (10, 11, 12)] == [False, False, True]
+    assert next(policy.victims()) == 12
+
+
+def test_nothing_is_refused_where_there_is_room() -> None:
+    policy: Prospect[int] = Prospect(8)
+    for _ in range(200):
+        request(policy, [0, 1, 2, 3], 8)
+    request(policy, [10, 11, 12, 13], 8)
+    assert not policy._waiting._refused
+    policy.evict(3)
+    policy.insert_many([])
+    assert policy._spent  # still to be compared with what comes
+    policy.insert_many([20])
+    assert not policy._spent
+
+
+def test_keys_that_are_there_are_not_inserted_with_others() -> None:
+    policy: Prospect[int] = Prospect(8)
+    policy.insert_many([1, 2])
+    with pytest.raises(ValueError, match="key 2 is already present"):
+        policy.insert_many([3, 2])
+    assert sorted(policy.victims()) == [1, 2]
+    check(policy)
+
+
+def test_an_absent_key_ends_a_row_of_touches() -> None:
+    policy: Prospect[int] = Prospect(8)
+    policy.insert_many([1, 2, 3])
+    with pytest.raises(KeyError):
+        policy.touch_many([1, 9, 3])
+    check(policy)
+
+
+def test_the_rest_of_a_run_that_a_request_did_not_use_is_known_as_left() -> None:
+    policy: Prospect[int] = Prospect(16)
+    request(policy, list(range(10)), 16)
+    policy.touch_many([0, 1, 2, 3])
+    policy.evict(2)  # 9 and 8, or so: between what a request uses and what it adds
+    policy.insert_many([20, 21])
+    assert policy._runs[4].kind == LEFT
+    assert policy._runs[20].parent is policy._runs[3]
+    check(policy)
 
 
 def test_a_loop_larger_than_the_cache_keeps_a_part_of_it() -> None:

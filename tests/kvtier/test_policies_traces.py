@@ -242,6 +242,33 @@ def test_prospect_does_about_as_well_key_by_key(name: str) -> None:
     assert found >= 0.93 * hits_of("lru", capacity, name)
 
 
+def serve_requests(policy: EvictionPolicy[int], capacity: int, load: Load) -> int:
+    """Serve requests as a cache of blocks does that tells what each uses and adds."""
+    hits = 0
+    for request in load:
+        ids = request[:capacity]
+        leading = next((n for n, key in enumerate(ids) if key not in policy), len(ids))
+        hits += leading
+        policy.touch_many(ids[:leading])
+        policy.touch_many([key for key in ids[leading:] if key in policy])
+        absent = [key for key in ids if key not in policy]
+        policy.evict(max(len(policy) + len(absent) - capacity, 0), lambda key: key not in ids)  # noqa: B023
+        policy.insert_many(absent)
+        assert len(policy) <= capacity
+    return hits
+
+
+@pytest.mark.parametrize("name", TALKS)
+@pytest.mark.parametrize("share", [0, 2])
+def test_prospect_does_as_well_where_room_is_made_first(name: str, share: int) -> None:
+    load = load_of(name)
+    capacity = capacities(load)[share]
+    found = serve_requests(make_policy("prospect", capacity), capacity, load)
+    # Least where a request takes a large part of the room: that must be free before it is known.
+    assert found >= (0.88, 0.98)[share > 0] * hits_of("prospect", capacity, name)
+    assert found >= 0.99 * hits_of("lru", capacity, name)
+
+
 def serve_two(
     levels: Sequence[EvictionPolicy[int]], capacity: Sequence[int], load: Load
 ) -> Iterator[int]:

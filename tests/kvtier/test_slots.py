@@ -347,6 +347,64 @@ def test_an_id_given_back_twice_is_named_however_many_there_are(n: int) -> None:
     assert slots.available == n
 
 
+def test_while_memory_has_failed_no_slot_without_any_is_handed_out() -> None:
+    failed = True
+    slots = SlotAllocator(8, usable=lambda: 5, failed=lambda: failed)
+    assert slots.available == 5
+    error = unchanged(slots, lambda: slots.allocate(6), OutOfPagesError, "6 slots wanted, 5 of 5")
+    assert isinstance(error, OutOfPagesError)
+    assert error.free == 5
+    assert taken(slots, 4) == [0, 1, 2, 3]
+    assert slots.allocate_one() == (4, None)
+    unchanged(slots, slots.allocate_one, OutOfPagesError, "1 slots wanted, 0 of 5")
+    assert not slots.reclaim([5])
+    failed = False
+    assert taken(slots, 3) == [5, 6, 7]
+
+
+def test_slots_that_come_back_from_failed_memory_wait_until_it_is_tried_again() -> None:
+    failed = False
+    slots = SlotAllocator(4, usable=lambda: 2, failed=lambda: failed)
+    slots.allocate(4)
+    failed = True
+    work = Work()
+    slots.release([3, 0])
+    slots.release([2, 1], work)
+    assert slots.available == 2
+    assert slots.allocate(2).ids.tolist() == [0, 1]
+    assert slots.statistics().held == 2
+    unchanged(slots, slots.allocate_one, OutOfPagesError, "0 of 2")
+    failed = False
+    got = slots.allocate(2)
+    assert got.ids.tolist() == [3, 2]
+    assert got.fences == (work,)
+
+
+def test_a_level_shrinks_and_grows_while_its_memory_has_failed() -> None:
+    failed, usable = False, 3
+    slots = SlotAllocator(8, max_slots=12, usable=lambda: usable, failed=lambda: failed)
+    slots.allocate(8)
+    failed = True
+    work = Work()
+    slots.release([7, 5, 4], work)
+    slots.release([6, 3])
+    assert slots.available == 0
+    slots.begin_shrink(5)
+    slots.cancel_shrink()
+    assert slots.available == 0
+    assert slots.resize(5) == (work,)
+    assert slots.available == 0
+    failed = False  # a smaller size was tried
+    assert slots.available == 2
+    assert slots.allocate(2).ids.tolist() == [3, 4]
+    slots.release([4])
+    failed = True
+    assert slots.resize(12) == ()
+    assert slots.available == 0
+    usable = 6
+    assert sorted(taken(slots, 2)) == [4, 5]
+
+
 def test_a_broken_invariant_is_reported_with_the_state() -> None:
     slots = SlotAllocator(4)
     slots.allocate(2)
@@ -378,8 +436,11 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.mark = 6
-        self.slots = SlotAllocator(12, max_slots=16, usable=lambda: self.mark)
-        self.size = self.limit = 12
+        self.failed = False  # no memory will come above the mark
+        self.slots = SlotAllocator(
+            12, max_slots=16, usable=lambda: self.mark, failed=lambda: self.failed
+        )
+        self.size = self.goal = self.limit = 12
         self.fresh = 0
         self.live: set[int] = set()
         self.ready: set[int] = set()
@@ -450,29 +511,40 @@ class Machine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         data.draw(st.sampled_from(self.works)).done = True
 
+    def follow(self) -> None:
+        """Let the limit be where it belongs; what is withheld no longer goes to the end."""
+        old, self.limit = self.limit, min(self.goal, self.mark if self.failed else self.goal)
+        low, high = sorted((old, self.limit))
+        self.flying.sort(key=lambda one: (one[0] >= low) + (one[0] >= high))
+
     @rule(mark=st.integers(0, 16))
     def move_the_mark(self, mark: int) -> None:
         self.mark = mark
+        self.follow()
 
-    @precondition(lambda self: self.limit == self.size)
+    @rule(failed=st.booleans())
+    def fail_or_try_again(self, failed: bool) -> None:
+        self.failed = failed
+        self.follow()
+
+    @precondition(lambda self: self.goal == self.size)
     @rule(data=st.data())
     def begin_shrink(self, data: st.DataObject) -> None:
-        self.limit = data.draw(st.integers(1, self.size))
-        self.slots.begin_shrink(self.limit)
+        self.goal = data.draw(st.integers(1, self.size))
+        self.slots.begin_shrink(self.goal)
+        self.follow()
 
-    @precondition(lambda self: self.limit < self.size)
+    @precondition(lambda self: self.goal < self.size)
     @rule()
     def cancel_shrink(self) -> None:
         self.slots.cancel_shrink()
-        beyond = [(slot, work) for slot, work in self.flying if slot >= self.limit]
-        below = [(slot, work) for slot, work in self.flying if slot < self.limit]
-        self.flying = below + beyond
-        self.limit = self.size
+        self.goal = self.size
+        self.follow()
 
     @rule(data=st.data())
     def resize(self, data: st.DataObject) -> None:
-        prepared = self.limit < self.size
-        size = self.limit if prepared else data.draw(st.integers(1, 16))
+        prepared = self.goal < self.size
+        size = self.goal if prepared else data.draw(st.integers(1, 16))
         if any(slot >= size for slot in self.live):
             with pytest.raises(ResourceBusyError):
                 self.slots.resize(size)
@@ -484,7 +556,9 @@ class Machine(RuleBasedStateMachine):
         self.ready = {slot for slot in self.ready if slot < size}
         self.flying = [(slot, work) for slot, work in self.flying if slot < size]
         self.fresh = min(self.fresh, size)
-        self.size = self.limit = size
+        self.size = self.goal = size
+        self.limit = min(self.limit, size)
+        self.follow()
 
     @invariant()
     def agrees(self) -> None:
