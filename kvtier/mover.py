@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 from collections import deque
@@ -57,6 +58,7 @@ class _Moving:
     """Where they were; nothing where it brings them from others' memory."""
 
 
+_SPARE_SLOTS, _SPARE_SHARE = 64, 32  # at most so many, and one in so many, of a level
 _PRIORITY = attrgetter("priority")
 
 
@@ -124,10 +126,22 @@ class Mover:
     def take(self, level: int, group: int, n: int) -> tuple[Ids, tuple[Event, ...]]:
         """Take ``n`` slots of a level, once others moved down or went; all or nothing."""
         self.settle()
-        missing = n - self._levels[level].groups[group].slots.available
+        slots = self._levels[level].groups[group].slots
+        missing = n - slots.available
         if missing > 0:
             self.evict(level, group, missing)
-        return self._allocate(level, group, n)
+        taken = self._allocate(level, group, n)
+        if self._levels[level] is not self._levels[-1]:
+            self._make_spare(level, group)
+        return taken
+
+    def _make_spare(self, level: int, group: int) -> None:
+        """Evict a little more, so that slots are free of copies by the time they are wanted."""
+        slots = self._levels[level].groups[group].slots
+        spare = min(_SPARE_SLOTS, slots.n_slots // _SPARE_SHARE)
+        if (missing := spare - slots.available) > 0 and slots.in_use > missing:
+            with contextlib.suppress(OutOfPagesError):  # nobody asked for them yet
+                self.evict(level, group, missing)
 
     def _allocate(self, level: int, group: int, n: int) -> tuple[Ids, tuple[Event, ...]]:
         at = self._levels[level]
@@ -391,7 +405,8 @@ class Mover:
         where = at.groups[pages[0].group]
         slots = np.array([page.slot for page in pages], np.int32)
         fences = {id(event): event for page in pages for event in page.fences}
-        after = Dependencies(_pending(ready), tuple(fences.values()))
+        # As the event of each page: the places in an event of several are not those of these.
+        after = Dependencies(gathered([ready] * len(pages)), tuple(fences.values()))
         events = self._copier.copy(source, ids, where.memory, slots, after, up=False)
         first = 0
         for count, event in events:
@@ -495,6 +510,7 @@ class Mover:
             self.on_move([page], to.index, source.index)
         page.unread = source.index > to.index
         page.level, page.slot, page.ready = gone.level, gone.slot, gone.ready
+        page.fences = gone.fences
         page.origin = None
         source.policies[page.group].insert(page)
         return True

@@ -13,7 +13,7 @@ __all__ = ["Departure", "Page"]
 class Departure:
     """Where a page was before it was moved."""
 
-    __slots__ = ("level", "page", "ready", "slot")
+    __slots__ = ("fences", "level", "page", "ready", "slot")
 
     def __init__(self, page: Page, level: int, slot: int, ready: Event) -> None:
         self.page = page
@@ -21,6 +21,8 @@ class Departure:
         self.slot = slot
         self.ready = ready
         """Of the copy that brought its bytes there."""
+        self.fences = page.fences
+        """Of others that use the slot, the copy that moves the page aside."""
 
 
 class Page:

@@ -33,11 +33,12 @@ class PoolGroup:
             if isinstance(pool, MemoryPool) and isinstance(pool.memory, HostMem)
         ]
         self.slots = SlotAllocator(
-            n_slots, max_slots=max_slots, usable=memory.usable_pages, failed=self._has_failed
+            n_slots, max_slots=max_slots, usable=memory.usable_pages, failed=self.failed
         )
         """Which pages are in use."""
 
-    def _has_failed(self) -> bool:
+    def failed(self) -> bool:
+        """Say whether the fill of its memory stopped short."""
         return any(memory.failure is not None for memory in self._filled)
 
     def close(self) -> None:

@@ -39,10 +39,9 @@ def memory_of(group: PoolGroup) -> HostMem:
 
 
 @pytest.fixture
-def halfway(plan: FaultPlan) -> Iterator[None]:
+def halfway(plan: FaultPlan) -> None:
     """Let the fill fail at its third page; needs to come before `group`."""
     plan.fail(POPULATE, errno.ENOMEM, at=5)
-    yield
 
 
 def failed(group: PoolGroup) -> None:
@@ -64,6 +63,7 @@ def test_pages_whose_memory_is_still_to_come_are_available(plan: FaultPlan, cpu:
 @pytest.mark.usefixtures("halfway")
 def test_pages_whose_memory_failed_are_not_available(group: PoolGroup) -> None:
     failed(group)
+    assert group.failed()
     assert group.slots.available == group.memory.usable_pages() == 2
     with pytest.raises(OutOfPagesError, match="3 slots wanted, 2 of 2 are free"):
         group.slots.allocate(3)
@@ -100,6 +100,7 @@ def test_a_failed_level_goes_on_with_what_it_has(group: PoolGroup) -> None:
     assert group.slots.available == 2
     group.memory.resize(8)
     group.slots.resize(8)
+    assert not group.failed()
     assert group.slots.available == 8
     memory_of(group).wait_usable(8 * MIB, 20)
 

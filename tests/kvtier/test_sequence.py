@@ -311,6 +311,21 @@ def test_slots_that_a_step_still_uses_are_fenced(build: Build, gate: Callable[[]
     suspended.close()
 
 
+@pytest.mark.parametrize("end", ["close", "suspend"])
+def test_full_blocks_that_a_step_still_reads_are_fenced(
+    build: Build, gate: Callable[[], Gate], end: str
+) -> None:
+    engine, step = build(), gate()
+    with engine.start(tokens(SLOTS * T)) as sequence:
+        sequence.commit((), step)
+        getattr(sequence, end)()
+        with engine.manager.create_sequence() as other:
+            other.grow(T)
+            assert [event.query() for event in other.events] == [False]
+            step.set()
+            assert other.events == ()
+
+
 def test_a_failed_step_is_no_reason_to_keep_its_slots(build: Build) -> None:
     engine, step = build(), HostEvent()
     with engine.manager.create_sequence() as sequence:
@@ -539,6 +554,25 @@ def test_a_resume_is_refused_where_little_room_is_left(build: Build) -> None:
             another.grow((SLOTS // 2 - 3) * T)
             assert sequence.resume() == 0
         engine.verify(sequence, tokens(2 * T + 1))
+
+
+def test_nobody_takes_the_room_between_the_question_and_the_resume(
+    build: Build, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(max_util_for_resume=0.5)
+    storage, taken = engine.manager.storage, []
+    count = storage.leased
+
+    def leased(group: int) -> int:
+        taken.append(spawn(storage.lock.acquire, False).result(20))
+        return count(group)
+
+    with engine.start(tokens(5)) as sequence:
+        sequence.suspend()
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "leased", leased)
+            assert sequence.resume() == 0
+    assert taken == [False]
 
 
 def test_pages_that_run_anyway_are_not_counted_twice(build: Build) -> None:

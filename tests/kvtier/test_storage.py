@@ -663,15 +663,34 @@ def test_a_host_level_that_cannot_be_filled_loses_pages_but_not_the_storage(tier
         plan = stack.enter_context(FaultPlan())
         # The hot level registers 1 MiB twice; what follows is all of the host level's.
         plan.fail("cuMemHostRegister", 2, at=3, times=None, when=lambda at, n: n <= MIB)
+        filling = plan.hold("cuMemHostRegister", at=3, when=lambda at, n: n <= MIB)
         storage = TierStorage(tiers.config(8, 8, 8, page=MIB // 4), device="cpu")
         stack.callback(storage.close)
         pages = tiers.new(storage, *range(8))
         tiers_commit(storage, list(range(8, 16)))
+        filling.release()
         for page in pages:
             with pytest.raises(Exception, match="register"):
                 page.ready.synchronize()
         tiers_commit(storage, list(range(16, 24)))
         assert all(page.lost for page in pages)
+        storage._check()
+
+
+def test_a_host_level_that_could_not_be_filled_is_passed_over(tiers: Tiers) -> None:
+    with contextlib.ExitStack() as stack:
+        plan = stack.enter_context(FaultPlan())
+        plan.fail("cuMemHostRegister", 2, at=3, times=None, when=lambda at, n: n <= MIB)
+        storage = TierStorage(tiers.config(8, 8, 8, page=MIB // 4), device="cpu")
+        stack.callback(storage.close)
+        with pytest.raises(RegistrationError):
+            storage.levels[1].groups[0].memory.wait_usable()
+        pages = tiers.new(storage, *range(8))
+        tiers_commit(storage, list(range(8, 16)))
+        for page in pages:
+            page.ready.synchronize()
+        assert {page.level for page in pages} == {2}
+        assert all(tiers.intact(storage, page) for page in pages)
         storage._check()
 
 

@@ -338,6 +338,44 @@ def test_a_failed_page_is_replaced_and_goes_when_who_waits_for_it_lets_go(
     blocks.cache._check()
 
 
+def test_what_is_held_of_a_block_that_is_lost_stays_until_it_is_let_go(
+    build: Callable[..., Blocks],
+) -> None:
+    """A group's page is lost and its block with it, while somebody holds the other group's."""
+    blocks = build(4, 4, layers=TWO_GROUPS)
+    step = HostEvent()
+    blocks.cache.reserve([0]).commit(step)
+    page = blocks.page(0, 1)
+    blocks.storage.lease([page])  # as while it alone is loaded
+    step.set(RuntimeError("the kernel failed"))
+    blocks.storage.resolve([blocks.page(0, 0)])
+    assert 0 not in blocks.cache
+    assert (page.freed, blocks.storage.leased(1)) == (False, 1)
+    blocks.store(0)
+    blocks.cache._let_go([page], HostEvent())
+    assert (page.freed, blocks.storage.leased(1)) == (True, 0)
+    assert blocks.used == [2, 0]
+    blocks.cache._check()
+
+
+def test_a_refused_reservation_drops_nothing_that_could_not_be_read(
+    build: Callable[..., Blocks],
+) -> None:
+    blocks = build(4, 0, 8)
+    blocks.store(0, 1, 2, 3)
+    blocks.store(4)
+    blocks.page(0).ready.synchronize()
+    with FaultPlan() as plan:
+        plan.fail("preadv", errno.EIO, times=None)
+        with blocks.cache.acquire([0]) as lease, pytest.raises(OSError, match="preadv"):
+            lease.wait()
+    with blocks.cache.acquire([2, 3, 4]):
+        with pytest.raises(OutOfPagesError):
+            blocks.cache.reserve([0, 5])
+        assert 0 in blocks.cache
+    assert blocks.read(0) == [0]  # the disk is well again
+
+
 def test_a_page_that_was_replaced_while_it_could_not_be_read_does_not_come_back(
     build: Callable[..., Blocks],
 ) -> None:
@@ -351,6 +389,7 @@ def test_a_page_that_was_replaced_while_it_could_not_be_read_does_not_come_back(
         stuck = blocks.cache.acquire([0])
         with pytest.raises(OSError, match=COPY):
             stuck.wait()
+    blocks.cache.drop([4])  # nobody goes down for the new one, and so the way back is open
     with blocks.cache.reserve([None]) as fresh:
         fresh.wait()
         blocks.write(fresh._pages(), 0)
