@@ -109,7 +109,7 @@ class Holding:
                 if len(lease) == len(keys):
                     with contextlib.suppress(KeyError):  # a copy of it failed
                         room = self._cache.withdraw([self._private])
-                else:
+                if room is None:
                     self._cache.drop([self._private])
         except BaseException:
             lease.release()

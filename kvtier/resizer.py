@@ -51,7 +51,11 @@ class Resizer:
         with self._turn, contextlib.ExitStack() as undo:
             old = [group.slots.n_slots for group in level.groups]
             shrinking = {g: n for g, n in enumerate(plan.slots) if n < old[g]}
-            growing = {g: n for g, n in enumerate(plan.slots) if n > old[g]}
+            growing = {
+                g: n
+                for g, n in enumerate(plan.slots)
+                if n > old[g] or (n == old[g] and level.groups[g].failed())  # tried again
+            }
             undo.callback(self._cancel, level, shrinking)
             self._empty(level, shrinking)
             for group, n_slots in shrinking.items():

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from time import perf_counter
 from typing import cast
 
@@ -201,14 +202,17 @@ class TierStorage(Closable):
             Of the work that writes them; None where `copy_in` does.
         """
         with self.lock, self._latch:
+            new: dict[int, list[Page]] = {}
             for page in pages:
                 if ready is not None:
                     # What is written into bytes that never came is no good either.
                     page.ready = ready if page.ready is DONE else _both(page.ready, ready)
                 page.fences = ()
                 page.origin = None
-                self.levels[0].policies[page.group].insert(page)
-                self._new[page.group] -= 1
+                new.setdefault(page.group, []).append(page)
+            for group, some in new.items():
+                self.levels[0].policies[group].insert_many(some)
+                self._new[group] -= len(some)
 
     def take_out(self, pages: Iterable[Page]) -> None:
         """Undo `commit` for leased pages of the first level, which may be written again."""
@@ -278,8 +282,11 @@ class TierStorage(Closable):
     def touch(self, pages: Iterable[Page]) -> None:
         """Note a use of pages, wherever they are."""
         with self.lock:
+            used: dict[tuple[int, int], list[Page]] = {}
             for page in pages:
-                self.levels[page.level].policies[page.group].touch(page)
+                used.setdefault((page.level, page.group), []).append(page)
+            for (level, group), some in used.items():
+                self.levels[level].policies[group].touch_many(some)
 
     def lease(self, pages: Iterable[Page]) -> None:
         """Hold pages where they are until as many calls of `release`."""
@@ -358,14 +365,18 @@ class TierStorage(Closable):
                     for page in batch:
                         self.levels[level].policies[group].remove(page)
                     self._mover.move(batch, level, 0, ids[first : first + len(batch)], fences)
-                brought = set(map(id, moved))
-                for page in pages:
-                    policy = self.levels[0].policies[page.group]
-                    if id(page) in brought:
-                        policy.insert(page)
-                        brought.discard(id(page))
-                    else:
-                        policy.touch(page)
+                brought = set(moved)
+                by: dict[int, list[Page]] = {}
+                for page in dict.fromkeys(pages):
+                    by.setdefault(page.group, []).append(page)
+                for group, some in by.items():
+                    policy = self.levels[0].policies[group]
+                    for new, stretch in groupby(some, brought.__contains__):
+                        if new:
+                            for page in stretch:
+                                policy.insert(page)
+                        else:
+                            policy.touch_many(stretch)
             return moved
 
     def check_room(self, wanted: Mapping[int, int]) -> None:
@@ -486,7 +497,8 @@ class TierStorage(Closable):
         A growth of the hot level blocks until its memory is usable; host memory is filled in the
         background. Shrinking moves the least valuable pages down (or drops them, from the last
         level) and the rest into the slots that stay; it blocks until the copies out of the slots
-        that go have finished. Others go on meanwhile, unless the caller holds `lock`. Changes of
+        that go have finished. The same quota tries again what could not be filled. Others go on
+        meanwhile, unless the caller holds `lock`. Changes of
         several threads take turns.
 
         Parameters

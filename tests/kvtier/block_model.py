@@ -47,7 +47,7 @@ from kvtier.transfer.memory import MemoryPool
 if TYPE_CHECKING:
     from tests.kvtier.conftest import Tiers
 
-EXAMPLES = int(os.environ.get("KVTIER_MACHINE_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("KVTIER_MACHINE_EXAMPLES", "40"))
 STEPS = 40
 KIB, MIB = 1 << 10, 1 << 20
 QUOTAS = (4, 10)  # MiB that each level may have

@@ -10,7 +10,7 @@ import pytest
 from hostmem import HostEvent
 from hostmem.device import DONE
 from kvtier.transfer.jobs import Dependencies, TransferEvent, all_of
-from kvtier.transfer.page_events import BatchEvent, behind, gathered
+from kvtier.transfer.page_events import BatchEvent, PageEvents, behind, gathered
 
 if TYPE_CHECKING:
     from tests.kvtier.conftest import Gate
@@ -204,3 +204,36 @@ def test_one_unfinished_event_stands_for_itself_and_none_for_done() -> None:
     going = HostEvent()
     assert all_of([DONE, going, failed()]) is going
     assert all_of([DONE, failed()]) is DONE
+
+
+class _Asked(BatchEvent):
+    """Counts how often it is asked."""
+
+    __slots__ = ("asked",)
+
+    def __init__(self, parts: int) -> None:
+        super().__init__(parts)
+        self.asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return super().query()
+
+    def failure(self, index: int) -> BaseException | None:
+        self.asked += 1
+        return super().failure(index)
+
+
+def test_work_that_brings_many_pages_is_asked_once_for_all_of_them() -> None:
+    read = _Asked(0)
+    assert gathered([read.page(n) for n in range(100)]) == ()
+    assert read.asked <= 2
+
+
+def test_pages_are_there_where_only_others_of_the_same_work_failed() -> None:
+    read = BatchEvent(1)
+    read.part_done({1: OSError("page 1")})
+    assert gathered([read.page(0), read.page(2)]) == ()
+    (event,) = gathered([read.page(0), read.page(1)])
+    assert isinstance(event, PageEvents)
+    assert list(event.failures) == [1]

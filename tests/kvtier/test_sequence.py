@@ -560,11 +560,17 @@ def test_nobody_takes_the_room_between_the_question_and_the_resume(
     build: Build, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(max_util_for_resume=0.5)
-    storage, taken = engine.manager.storage, []
+    storage = engine.manager.storage
     count = storage.leased
+    taken: list[bool] = []
+
+    def take() -> bool:
+        if free := storage.lock.acquire(blocking=False):
+            storage.lock.release()
+        return free
 
     def leased(group: int) -> int:
-        taken.append(spawn(storage.lock.acquire, False).result(20))
+        taken.append(spawn(take).result(20))
         return count(group)
 
     with engine.start(tokens(5)) as sequence:

@@ -488,13 +488,13 @@ def test_a_step_that_failed_as_part_of_a_job_fails_what_is_stored_after_it(
     with FaultPlan() as plan:
         plan.fail("preadv", errno.EIO, times=None, when=lambda fd, n, at: n > 1 or at == slot << 19)
         job = engine.cache.load([0, 1], [0, 1])
-        stored = engine.cache.store([77], [0], ready=job.event)
+        stored = engine.cache.store([77, 78, 79], [0, 1, 2], ready=job.event)
         with pytest.raises(OSError, match="preadv"):
             job.wait(20)
         assert list(job.failed) == [1]
         with pytest.raises(OSError, match="preadv"):
             stored.wait(20)
-    assert list(stored.failed) == [77]
+    assert list(stored.failed) == [77, 78, 79]
     with pytest.raises(KeyError):
         engine.cache.load([77], [3])
 
@@ -546,6 +546,21 @@ def test_a_block_that_cannot_be_read_from_disk_fails_alone_and_can_be_asked_agai
     engine.storage.settle()
     engine.assert_loads(0, 1, 2)
     engine.cache._check()
+
+
+def test_a_block_fails_with_a_page_of_any_group(build: Callable[..., Engine]) -> None:
+    engine = build(disk=12)
+    for first in range(0, 12, 4):
+        engine.store(*range(first, first + 4))
+    assert engine.level(0) == [1, 1]
+    file = engine.storage.levels[1].groups[1].memory.pools[0].file  # type: ignore[attr-defined]
+    with FaultPlan() as plan:
+        plan.fail("preadv", errno.EIO, times=None, when=lambda fd, n, at: fd == file._fd)
+        job = engine.cache.load([0], [0])
+        with pytest.raises(OSError, match="preadv"):
+            job.wait(20)
+    assert list(job.failed) == [0]
+    assert engine.holds(0, 0)  # of group 0
 
 
 def test_a_block_that_was_lost_on_its_way_to_the_disk_is_not_loaded(
