@@ -73,7 +73,17 @@ class CuOOMError(OutOfMemoryError):
 
 
 class OutOfPagesError(HostmemError):
-    """A level has no slot left that could be freed; quota and leases, not memory, are the limit."""
+    """A level has no slot left that could be freed; quota and leases, not memory, are the limit.
+
+    Attributes
+    ----------
+    level, group : int
+        Where there is no room: a level, and a pool group.
+    wanted : int
+        Slots that had to get free there.
+    short : int
+        How many of these could not be freed: so many pages fewer would have fitted.
+    """
 
 
 class CuError(HostmemError):

@@ -107,7 +107,10 @@ class BlockCache(Generic[Key]):
             return iter(list(self._index.blocks))
 
     def match(self, keys: Sequence[Key]) -> int:
-        """Count the leading keys whose blocks are there, without touching them."""
+        """Count the leading keys whose blocks are there, without touching them; takes no lock.
+
+        A block whose copy is failing at this moment still counts.
+        """
         return self._index.match(keys)
 
     def acquire(self, keys: Sequence[Key]) -> BlockLease[Key]:
@@ -124,7 +127,8 @@ class BlockCache(Generic[Key]):
         Raises
         ------
         OutOfPagesError
-            They do not all fit beside what is leased; nothing has changed. Ask for fewer.
+            They do not all fit beside what is leased; nothing has changed. Ask for fewer, by as many
+            as the error's ``short``.
         """
         storage = self._storage
         with storage.lock:
@@ -318,6 +322,8 @@ class BlockCache(Generic[Key]):
         ------
         KeyError
             A key is absent, or its block was lost; nothing has changed.
+        ValueError
+            A key occurs twice; nothing has changed.
         ResourceBusyError
             A block is leased; nothing has changed.
         OutOfPagesError
@@ -382,6 +388,7 @@ class BlockCache(Generic[Key]):
         -------
         BlockJob
             Of the blocks that are copied: until it is done the engine must not change their pages.
+            Blocks that another job is still copying are not among them.
 
         Raises
         ------
@@ -468,7 +475,8 @@ class BlockCache(Generic[Key]):
         Raises
         ------
         KeyError
-            A block, or a page of it that is asked for, is not there; nothing has changed.
+            A block, or a page of it that is asked for, is not there; nothing has changed. It may
+            have gone since it was matched: match again.
         OutOfPagesError
             They do not all fit into the first level beside what is leased; nothing has changed.
             Load fewer at a time.

@@ -182,8 +182,8 @@ class BlockReservation(_Held[Key]):
     def fences(self) -> tuple[Event, ...]:
         """What may still use the slots: nobody may write them before these have finished.
 
-        Of a block that was withdrawn, also what brings its bytes. Where the first level is host
-        memory, that must have been filled so far, too: see `wait`.
+        Of a block that was withdrawn, also what brings its bytes; and where the first level is
+        host memory, its fill, unless that has come so far already.
         """
         fences = [fence for page in self._pages() for fence in page.fences]
         return _distinct([*fences, *(p.ready for p in self._pages() if not _arrived(p))])

@@ -200,15 +200,16 @@ class Mover:
             if missing > 0:
                 self.plan_eviction(0, group, missing)
 
-    def _no_room(self, level: int, group: int, n: int) -> OutOfPagesError:
+    def _no_room(self, level: int, group: int, n: int, short: int) -> OutOfPagesError:
         stats = self._levels[level].groups[group].slots.statistics()
         return OutOfPagesError(
-            f"level {self._levels[level].name}, group {group}: {n} more slots wanted, and too few "
-            f"of its {stats.in_use} pages may go; release leases, or raise the quota "
-            f"({format_size(self._levels[level].quota)})",
+            f"level {self._levels[level].name}, group {group}: {n} more slots wanted, {short} more "
+            f"than could be freed: too few of its {stats.in_use} pages may go; ask for fewer, "
+            f"release leases, or raise the quota ({format_size(self._levels[level].quota)})",
             level=level,
             group=group,
             wanted=n,
+            short=short,
         )
 
     # --------------------------------------------------------------------------------- eviction
@@ -232,7 +233,7 @@ class Mover:
             may_leave = self._leaver(at, group, anywhere and at.index == level)
             leaving = list(islice(filter(may_leave, candidates), missing))
             if len(leaving) < missing:
-                raise self._no_room(at.index, group, missing)
+                raise self._no_room(at.index, group, missing, missing - len(leaving))
             gone = set(leaving)
             own = sum(page.level == at.index for page in leaving)
             plan.levels.append((at, own, [page for page in arriving if page not in gone]))
@@ -295,6 +296,7 @@ class Mover:
                 level=level,
                 group=group,
                 wanted=n,
+                short=n,
             ) from trouble
         if trouble is not None:
             raise trouble

@@ -143,7 +143,8 @@ class TierStorage(Closable):
     def new_pages(self, owners: Sequence[Hashable], group: int, *, priority: int = 0) -> list[Page]:
         """Make pages in the hot level, leased once, moving others down as needed.
 
-        Before their bytes are written, each page's ``fences`` must have finished, or the stream
+        Before their bytes are written, each page's ``fences`` must have finished, well where the
+        first level is host memory that is still being filled, or the stream
         that writes must wait for them. Then call `commit`.
 
         Parameters
@@ -165,6 +166,7 @@ class TierStorage(Closable):
         with self.lock:
             self._check_open()
             ids, fences = self._mover.take(0, group, len(owners))
+            fences = (*fences, *self._unfilled(group, ids))
             pages = [
                 Page(owner, group, slot, fences, priority)
                 for owner, slot in zip(owners, ids.tolist(), strict=True)
@@ -174,6 +176,14 @@ class TierStorage(Closable):
             self._leased[group] += len(pages)
             self._new[group] += len(pages)
             return pages
+
+    def _unfilled(self, group: int, ids: Ids) -> list[Event]:
+        """Give events of the fill of slots of a first level in host memory, where it goes on."""
+        if self.plan.levels[0].hot:
+            return []  # it is filled before it is used
+        pools = self.levels[0].groups[group].memory.pools
+        fills = [pool.filled(ids) for pool in pools if isinstance(pool, MemoryPool)]
+        return [fill for fill in fills if fill is not DONE]
 
     def wait_usable(self, pages: Iterable[Page]) -> None:
         """Block until the memory of pages in the first level is committed; takes no lock.

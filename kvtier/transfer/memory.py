@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hostmem import CudaMemory, HostMem
+from hostmem import ClosedError, CudaMemory, Event, HostMem
+from hostmem.device import DONE
 from kvtier.transfer.disk import SlotFile
 
 __all__ = ["AddressedPool", "DiskPool", "Ids", "MemoryPool", "PageMemory", "Pool"]
@@ -49,6 +50,29 @@ class AddressedPool(Pool, Protocol):
         """Block until slots are usable."""
 
 
+class _Filled(Event):
+    """The fill of host memory up to an offset."""
+
+    __slots__ = ("_end", "_memory")
+
+    def __init__(self, memory: HostMem, end: int) -> None:
+        self._memory = memory
+        self._end = end
+
+    def query(self) -> bool:
+        return self._memory.is_usable(self._end) or self.error is not None
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        self._memory.wait_usable(self._end, timeout)
+
+    @property
+    def error(self) -> BaseException | None:
+        memory = self._memory
+        if memory.is_usable(self._end):
+            return None
+        return ClosedError("the memory was closed") if memory.closed else memory.failure
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPool:
     """Slots in memory that copies reach by address."""
@@ -79,6 +103,14 @@ class MemoryPool:
         """Block until slots are usable: until the registration that holds the last one is done."""
         if isinstance(self.memory, HostMem) and len(ids):
             self.memory.wait_usable((int(ids.max()) + 1) * self.slot_size)
+
+    def filled(self, ids: Ids) -> Event:
+        """Give an event of the fill that makes slots usable; it fails if they will not be."""
+        if isinstance(self.memory, HostMem) and len(ids):
+            filled = _Filled(self.memory, (int(ids.max()) + 1) * self.slot_size)
+            if not filled.query() or filled.error is not None:
+                return filled
+        return DONE
 
     def resize(self, slots: int) -> None:
         """Have memory for that many slots; growing host memory is filled in the background."""

@@ -19,6 +19,7 @@ from hostmem import (
     DiskOOMError,
     HostEvent,
     OutOfPagesError,
+    RegistrationError,
     ResourceBusyError,
 )
 from hostmem.testing import FaultPlan
@@ -543,13 +544,51 @@ def test_a_first_level_of_host_memory_is_written_once_it_is_filled(
                 waiting = spawn(fresh.wait)
                 held.wait_reached()
                 assert not waiting.done()
+                (filled,) = fresh.fences  # for those who do not call wait
+                assert not filled.query()
+                with pytest.raises(TimeoutError):
+                    filled.synchronize(0)
                 held.release()
                 waiting.result(20)
+                filled.synchronize()
+                assert filled.query()
+                assert filled.error is None
                 tiers.write(storage, fresh._pages()[0], 1)
                 fresh.commit()
             with cache.acquire([1]) as lease:
                 lease.wait()
                 assert tiers.intact(storage, lease._pages()[0], 1)
+
+
+def test_a_fill_that_fails_fails_the_fence_of_what_it_should_have_filled(
+    tiers: Tiers,
+) -> None:
+    layer = AttentionLayerConfig(0, [BufferConfig("kv", MIB)])
+    config = KVCacheManagerConfig(16, [HostCacheTierConfig("8MiB", "8MiB")], [layer])
+    with FaultPlan() as plan:
+        held = plan.hold("cuMemHostRegister")
+        plan.fail("cuMemHostRegister", 2, times=None)
+        with TierStorage(config, device="cpu") as storage:
+            with BlockCache[int](storage).reserve([1]) as fresh:
+                (filled,) = fresh.fences
+                held.wait_reached()
+                held.release()
+                with pytest.raises(RegistrationError):
+                    filled.synchronize()
+                assert filled.query()
+                assert isinstance(filled.error, RegistrationError)
+                with pytest.raises(RegistrationError):
+                    fresh.wait()
+            storage._check()
+
+
+def test_a_refusal_says_how_many_are_too_many(build: Callable[..., Blocks]) -> None:
+    blocks = build(4, 4)
+    with blocks.cache.reserve([0, 1, 2]), pytest.raises(OutOfPagesError) as caught:
+        blocks.cache.reserve([3, 4, 5])
+    assert caught.value.short == 2
+    with blocks.cache.reserve([0, 1, 2]), blocks.cache.reserve([3]):
+        pass
 
 
 # --------------------------------------------------------- what stays, and what goes first

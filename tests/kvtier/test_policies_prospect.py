@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain
+from math import inf
 from typing import Any
 
 import pytest
@@ -177,6 +178,38 @@ def test_a_refused_key_that_is_asked_for_is_refused_no_longer() -> None:
     policy._settle()
     assert [policy._runs[key].refused for key in (10, 11, 12)] == [False, False, True]
     assert next(policy.victims()) == 12
+    policy.touch_many([12])
+    policy._settle()
+    assert not policy._runs[12].refused
+    check(policy)
+
+
+def test_a_refused_key_costs_nothing_when_it_goes() -> None:
+    policy: Prospect[int] = Prospect(4)
+    for _ in range(200):
+        request(policy, [0, 1, 2, 3], 4)
+    policy.evict(3)
+    assert all(spent > 0 for spent in policy._spent)
+    policy.insert_many([10, 11, 12])
+    assert policy.evict(1) == [12]
+    assert policy._spent == [-inf]
+
+
+def test_a_cache_that_tells_requests_is_not_one_that_keys_pass_through() -> None:
+    policy: Prospect[int] = Prospect(16)
+    policy.insert_many(range(8))
+    policy.insert(20)
+    assert not policy._is_passed_through
+
+
+def test_a_request_that_goes_on_elsewhere_leaves_the_rest_of_a_run() -> None:
+    policy: Prospect[int] = Prospect(16)
+    request(policy, list(range(8)))
+    request(policy, [30, 31])
+    policy.remove(7)  # what follows a run hides it
+    policy.touch_many([0, 1, 2, 30, 31])
+    assert policy._runs[3].kind == LEFT
+    check(policy)
 
 
 def test_nothing_is_refused_where_there_is_room() -> None:
