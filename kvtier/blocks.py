@@ -127,8 +127,8 @@ class BlockCache(Generic[Key]):
         Raises
         ------
         OutOfPagesError
-            They do not all fit beside what is leased; nothing has changed. Ask for fewer, by as many
-            as the error's ``short``.
+            They do not all fit beside what is leased; nothing has changed. Ask for fewer, by
+            as many as the error's ``short``.
         """
         storage = self._storage
         with storage.lock:

@@ -235,7 +235,7 @@ def test_a_cold_level_is_split_by_the_bytes_of_its_own_pages() -> None:
 
 def test_a_codec_without_bytes_is_refused() -> None:
     config = cache(HostCacheTierConfig("32MiB"), key=KIB)
-    with pytest.raises(ValueError, match="cold_page_codec: Packed.page_bytes.0. is 0, the min"):
+    with pytest.raises(ValueError, match=r"cold_page_codec: Packed.page_bytes\(0\) is 0, the min"):
         replace(config, cold_page_codec=Packed(-KIB)).validate()
 
 

@@ -54,6 +54,7 @@ def test_pages_whose_memory_is_still_to_come_are_available(plan: FaultPlan, cpu:
     memory = HostMem(4 * MIB, 4 * MIB, device=cpu, slot_size=MIB, commit_unit=MIB, fill_threads=1)
     group = PoolGroup(PageMemory([MemoryPool(memory, MIB)]), 4, 4)
     filling.wait_reached()
+    memory.wait_usable(2 * MIB, 20)  # registered while the next page is populated
     assert group.memory.usable_pages() == 2
     assert group.slots.available == 4
     filling.release()

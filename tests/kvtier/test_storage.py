@@ -263,7 +263,7 @@ def test_a_refusal_changes_nothing(tiers: Tiers) -> None:
     before = state(storage)
     with pytest.raises(OutOfPagesError, match="level gpu, group 0: 3 more slots wanted") as told:
         storage.new_pages([10, 11, 12], 0)
-    assert told.value.facts == {"level": 0, "group": 0, "wanted": 3}
+    assert told.value.facts == {"level": 0, "group": 0, "wanted": 3, "short": 1}
     assert state(storage) == before
     assert all(tiers.intact(storage, page) for page in pages)
     storage.new_pages([10, 11], 0)
