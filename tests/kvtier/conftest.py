@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -32,33 +34,34 @@ from tests.threads import DEADLINE
 
 _MIB = 1 << 20
 _THREADS = ("kvtier-", "hostmem-fill", "hostmem-populate", "hostmem-cpu-stream", "spawned")
-_DRIVER_FILES = ("/dev/nvidia", "anon_inode:", "pipe:", "socket:")
+_DRIVER_FILES = re.compile(r"/dev/nvidia|anon_inode:|pipe:|socket:|.*/libcuda\.so")
 
 
 def _threads() -> list[str]:
     return sorted(t.name for t in threading.enumerate() if t.name.startswith(_THREADS))
 
 
-def _descriptors() -> int:
-    """Count the open files; a driver's own, which it opens when it first needs them, are not."""
-    count = 0
+def _open_files() -> Counter[str]:
+    """Name the open files; a driver's own, which it opens when it first needs them, are not."""
+    names: Counter[str] = Counter()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            count += not os.readlink(f"/proc/self/fd/{number}").startswith(_DRIVER_FILES)
-    return count
+            name = os.readlink(f"/proc/self/fd/{number}")
+            names[name] += not _DRIVER_FILES.match(name)
+    return names
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(cpu: CpuDevice) -> Iterator[None]:
     """After each test no thread runs, nothing is registered, no file is open, no plan installed."""
-    before = _descriptors()
+    before = _open_files()
     yield
     deadline = time.monotonic() + DEADLINE
     while _threads() and time.monotonic() < deadline:
         gc.collect()  # the stream of a fake driver ends on its own, when nothing refers to it
     assert _threads() == []
     assert list(cpu.registered) == []
-    assert _descriptors() <= before
+    assert +(_open_files() - before) == Counter()
     assert seam.install(None) is None
 
 
