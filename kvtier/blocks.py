@@ -172,6 +172,20 @@ class BlockCache(Generic[Key]):
                 ]
                 return BlockJob(lease.keys, events, self._waiting)
 
+    def visible(self, blocks: int) -> NDArray[np.bool_]:
+        """Tell which pages of so many leading blocks the token behind them sees.
+
+        Returns
+        -------
+        bool array, shape (groups, blocks)
+            False where a sliding window does not show a block: its page need not be there.
+        """
+        seen = np.ones((len(self._groups), blocks), np.bool_)
+        for group in self._groups:
+            first, end = self._index.windows.stale(group, blocks)
+            seen[group, first:end] = False
+        return seen
+
     def room_for(self, keys: Sequence[Key]) -> list[int]:
         """Count the pages that `acquire` would lease and nobody leases now, by pool group."""
         with self._storage.lock:
@@ -496,7 +510,7 @@ class BlockCache(Generic[Key]):
                     to >= 0 and not is_there(page)
                     for page, to in zip(block.pages, home.tolist(), strict=True)
                 ):
-                    raise KeyError(key)
+                    raise KeyError(key if block is None else _lacks(block, home))
                 blocks.append(block)
             columns: Columns = [
                 [b.pages[group] if to >= 0 else None for b, to in zip(blocks, home, strict=True)]
@@ -581,6 +595,16 @@ class BlockCache(Generic[Key]):
         with self._storage.lock:
             self._storage.discard(pages, after)
             self._reserved.difference_update(b.key for b in blocks if b.key is not None)
+
+
+def _lacks(block: Block[Key], home: NDArray[np.int32]) -> str:
+    """Say which page that was asked for is not there."""
+    wanted = enumerate(zip(block.pages, home.tolist(), strict=True))
+    group = next(n for n, (page, to) in wanted if to >= 0 and not is_there(page))
+    return (
+        f"{block} has no page of pool group {group}: give -1 where no window shows it, as "
+        "BlockCache.visible says"
+    )
 
 
 def _is_stray(page: Page) -> bool:

@@ -190,7 +190,10 @@ def encode_key(key: object) -> bytes:
         case _:
             raise TypeError(f"key: bytes, str or int can be stored, not {type(key).__name__}")
     if len(name) > NAME_BYTES:
-        raise ValueError(f"key: {key!r} takes {len(name)} bytes, above the bound of {NAME_BYTES}")
+        raise ValueError(
+            f"key: a {type(key).__name__} of {len(name) - 1} bytes is above the bound of "
+            f"{NAME_BYTES - 1} bytes of keys that are stored"
+        )
     return name
 
 

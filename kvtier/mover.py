@@ -126,17 +126,15 @@ class Mover:
     def take(self, level: int, group: int, n: int) -> tuple[Ids, tuple[Event, ...]]:
         """Take ``n`` slots of a level, once others moved down or went; all or nothing."""
         self.settle()
-        slots = self._levels[level].groups[group].slots
-        missing = n - slots.available
+        missing = n - self._levels[level].groups[group].slots.available
         if missing > 0:
             self.evict(level, group, missing)
-        taken = self._allocate(level, group, n)
-        if self._levels[level] is not self._levels[-1]:
-            self._make_spare(level, group)
-        return taken
+        return self._allocate(level, group, n)
 
-    def _make_spare(self, level: int, group: int) -> None:
+    def make_spare(self, level: int, group: int) -> None:
         """Evict a little more, so that slots are free of copies by the time they are wanted."""
+        if self._levels[level] is self._levels[-1]:
+            return
         slots = self._levels[level].groups[group].slots
         spare = min(_SPARE_SLOTS, slots.n_slots // _SPARE_SHARE)
         if (missing := spare - slots.available) > 0 and slots.in_use > missing:
@@ -204,8 +202,9 @@ class Mover:
         stats = self._levels[level].groups[group].slots.statistics()
         return OutOfPagesError(
             f"level {self._levels[level].name}, group {group}: {n} more slots wanted, {short} more "
-            f"than could be freed: too few of its {stats.in_use} pages may go; ask for fewer, "
-            f"release leases, or raise the quota ({format_size(self._levels[level].quota)})",
+            f"than can be freed: too few of the {stats.in_use} pages in its {stats.n_slots} slots "
+            "may go; ask for fewer, release leases, or raise the quota "
+            f"({format_size(self._levels[level].quota)})",
             level=level,
             group=group,
             wanted=n,

@@ -166,6 +166,7 @@ class TierStorage(Closable):
         with self.lock:
             self._check_open()
             ids, fences = self._mover.take(0, group, len(owners))
+            self._mover.make_spare(0, group)
             fences = (*fences, *self._unfilled(group, ids))
             pages = [
                 Page(owner, group, slot, fences, priority)
@@ -501,7 +502,7 @@ class TierStorage(Closable):
 
     # ---------------------------------------------------------------------------------- quota
 
-    def adjust_cache_level(self, level: int, quota: Size) -> None:
+    def adjust_cache_level(self, level: int | str, quota: Size) -> None:
         """Change a level's quota while it is in use; refused means unchanged.
 
         A growth of the hot level blocks until its memory is usable; host memory is filled in the
@@ -513,8 +514,8 @@ class TierStorage(Closable):
 
         Parameters
         ----------
-        level : int
-            0 is the hot one.
+        level : int or str
+            Its index, 0 is the hot one; or its name, such as ``"host"``.
         quota : int or str
             Bytes; rounded up to the level's grain.
 
@@ -535,14 +536,48 @@ class TierStorage(Closable):
         """
         with self.lock:
             self._check_open()
-            plan = self.levels[level].plan.at(parse_size(quota, "quota"))
-        self._resizer.change(self.levels[level], plan)
+            changed = self._level(level)
+            plan = changed.plan.at(parse_size(quota, "quota"))
+        self._resizer.change(changed, plan)
+
+    def _level(self, level: int | str) -> Level:
+        names = [at.name for at in self.levels]
+        index = names.index(level) if level in names else level
+        if not isinstance(index, int) or not 0 <= index < len(names):
+            raise ValueError(
+                f"level: {level!r} is none of 0..{len(names) - 1} ({', '.join(names)})"
+            )
+        return self.levels[index]
 
     # ------------------------------------------------------------------------------ inspection
 
-    def quota(self, level: int) -> int:
+    def quota(self, level: int | str) -> int:
         """Bytes a level may use: the last accepted quota, rounded up to the level's grain."""
-        return self.levels[level].quota
+        return self._level(level).quota
+
+    def hot_buffers(self) -> dict[tuple[int, str], tuple[int, int]]:
+        """Say where the hot slots are, for those who compute into them.
+
+        Returns
+        -------
+        dict of (layer_id, role) to (base, stride)
+            Slot i of a buffer begins at address ``base + i * stride``, whatever the quota, until
+            the storage is closed.
+
+        Raises
+        ------
+        ValueError
+            The first level is not hot: the engine owns the hot pages.
+        """
+        if not self.plan.levels[0].hot:
+            raise ValueError("the first level is host memory: the engine owns the hot pages")
+        buffers = {}
+        for layout, group in zip(self.plan.groups, self.levels[0].groups, strict=True):
+            for places, pool in zip(layout.pools, group.memory.pools, strict=True):
+                base = cast(MemoryPool, pool).memory.address
+                for place in places.buffers:
+                    buffers[place.layer_id, place.role] = base + place.offset, pool.slot_size
+        return buffers
 
     def count(self, found: Iterable[int], missed: int) -> None:
         """Count blocks that were asked for: found in which levels, and not found."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Self, cast
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,7 +27,6 @@ from kvtier.storage import TierStorage
 from kvtier.testing.contents import Words, mix, prefix_states
 from kvtier.testing.hot_pages import HotPages, Part
 from kvtier.testing.wrong_bytes import Search, WrongBytes
-from kvtier.transfer.memory import MemoryPool
 
 __all__ = ["FakeEngine"]
 
@@ -120,12 +119,7 @@ class FakeEngine(Closable):
         level = storage.plan.levels[0]
         if not level.hot:
             raise ValueError("storage: its first level is not hot; use FakeEngine.with_pages")
-        buffers = {}
-        for layout, group in zip(storage.plan.groups, storage.levels[0].groups, strict=True):
-            for places, pool in zip(layout.pools, group.memory.pools, strict=True):
-                base = cast(MemoryPool, pool).memory.address
-                for place in places.buffers:
-                    buffers[place.layer_id, place.role] = base + place.offset, pool.slot_size
+        buffers = storage.hot_buffers()
         return cls(storage.plan, buffers, level.max_slots, device=storage.device, staging=staging)
 
     @classmethod

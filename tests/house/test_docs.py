@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,10 @@ def test_the_messages_explained_are_those_of_the_code() -> None:
     ]
     assert len(rows) > 20
     assert [part for part in parts if part not in said] == []
+
+
+def test_an_extra_that_is_named_can_be_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*PAGES, *(ROOT / "hostmem").rglob("*.py"), *(ROOT / "kvtier").rglob("*.py")]
+    named = {x for text in texts for x in re.findall(r"hostmem\[(\w+)\]", text.read_text())}
+    assert named == set(project["optional-dependencies"])

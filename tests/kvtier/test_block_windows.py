@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from hostmem import HostEvent, OutOfPagesError
-from kvtier import AttentionLayerConfig, BlockCache, BlockLease, BufferConfig, Page, TierStorage
+from kvtier import (
+    AttentionLayerConfig,
+    BlockCache,
+    BlockLease,
+    BufferConfig,
+    HostCacheTierConfig,
+    KVCacheManagerConfig,
+    Page,
+    TierStorage,
+)
 
 if TYPE_CHECKING:
     from tests.kvtier.conftest import Gate, Tiers
@@ -401,3 +410,14 @@ def test_acquiring_needs_room_for_what_is_shown_alone(build: Callable[..., Block
     with blocks.cache.acquire([0]), pytest.raises(OutOfPagesError, match="group 1"):
         blocks.cache.acquire([0, 1])
     blocks.storage.discard([*held, *more])
+
+
+def test_what_the_next_token_sees_can_be_asked_for() -> None:
+    layers = [
+        AttentionLayerConfig(0, [BufferConfig("kv", 1 << 16)]),
+        AttentionLayerConfig(1, [BufferConfig("kv", 1 << 16)], 6, 2),
+    ]
+    config = KVCacheManagerConfig(4, [HostCacheTierConfig("8MiB", "8MiB")], layers)
+    with TierStorage(config, device="cpu") as storage:
+        seen = BlockCache[int](storage).visible(5)  # token 20 sees tokens 15 to 20, and 0 and 1
+    assert seen.tolist() == [[True] * 5, [True, False, False, True, True]]

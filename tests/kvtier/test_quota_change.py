@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -340,3 +340,17 @@ def test_while_a_level_is_about_to_shrink_only_slots_that_stay_make_room(
     assert pages[4].level == 1
     storage.release(pages[1:4] + pages[8:9])
     assert_all_there(tiers, storage, pages)
+
+
+@pytest.mark.parametrize("level", [-1, 3, "remote", None, 0.5])
+def test_a_level_that_there_is_not_is_refused(storage: TierStorage, level: Any) -> None:
+    before = storage.stats()
+    for call in (storage.quota, lambda level: storage.adjust_cache_level(level, "4MiB")):
+        with pytest.raises(ValueError, match=r"is none of 0..2 \(gpu, host, disk\)"):
+            call(level)
+    assert storage.stats() == before
+
+
+def test_a_level_has_a_name(storage: TierStorage) -> None:
+    storage.adjust_cache_level("host", "8MiB")
+    assert storage.quota("host") == storage.quota(1) == 8 * MIB
