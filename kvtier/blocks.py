@@ -556,6 +556,9 @@ class BlockCache(Generic[Key]):
             self._index.check()
             self._storage._check()
 
+    def __repr__(self) -> str:
+        return f"<BlockCache of {len(self)} blocks over {self._storage!r}>"
+
     def _waiting(self, what: str) -> AbstractContextManager[None]:
         """Count the time of a ``with`` block as waiting for something."""
         return self._storage.waiting(what)

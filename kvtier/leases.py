@@ -40,7 +40,7 @@ class _Held(Closable, Generic[Key]):
         return [block.key for block in self._blocks if block.key is not None]
 
     def slots(self, group: int = 0) -> NDArray[np.int32]:
-        """Give the slots of the blocks' pages of one pool group.
+        """Give the slots of the blocks' pages of one pool group, which are theirs while held.
 
         Returns
         -------
@@ -54,6 +54,10 @@ class _Held(Closable, Generic[Key]):
         if len(self._columns) == 1:
             return [page for page in self._columns[0] if page is not None]
         return [p for row in zip(*self._columns, strict=True) for p in row if p is not None]
+
+    def __repr__(self) -> str:
+        state = "" if self._open else ", which it does not hold any more"
+        return f"<{type(self).__name__} of {len(self)} blocks{state}>"
 
     def _check_open(self) -> None:
         if not self._open:

@@ -606,6 +606,8 @@ class TierStorage(Closable):
         with self.lock:
             self._mover.settle()
             activity = self._meter.activity()
+            held = activity.levels
+            activity.levels = {at.name: held[at.name] for at in self.levels if at.name in held}
             return StorageStats(
                 levels={
                     level.name: LevelStats(

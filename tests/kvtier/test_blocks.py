@@ -184,6 +184,16 @@ def test_touching_ends_at_the_first_absent_key(build: Callable[..., Blocks]) -> 
         blocks.cache.touch([0, 7, 1])
 
 
+def test_what_is_held_says_so(build: Callable[..., Blocks]) -> None:
+    blocks = build(4, 4)
+    blocks.store(1, 2)
+    with blocks.cache.acquire([1, 2]) as lease, blocks.cache.reserve([3]) as fresh:
+        assert repr(lease) == "<BlockLease of 2 blocks>"
+        assert repr(fresh) == "<BlockReservation of 1 blocks>"
+    assert repr(lease) == "<BlockLease of 2 blocks, which it does not hold any more>"
+    assert repr(blocks.cache) == f"<BlockCache of 2 blocks over {blocks.storage!r}>"
+
+
 def test_one_cache_a_storage(build: Callable[..., Blocks]) -> None:
     blocks = build(4, 4)
     with pytest.raises(ValueError, match="has a cache already"):

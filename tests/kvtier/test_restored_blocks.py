@@ -112,6 +112,16 @@ def test_what_is_on_disk_comes_back_with_its_bytes(
         assert model.cache.lost == 0
 
 
+def test_levels_are_told_in_their_order_whichever_was_used_first(tmp_path: Path) -> None:
+    with Model(config(tmp_path)) as model:
+        for prompt in range(12):
+            model.serve(prompt)
+    with Model(config(tmp_path)) as model:
+        for prompt in range(12):
+            model.serve(prompt)
+        assert list(model.storage.stats().activity.levels) == ["gpu", "host", "disk"]
+
+
 def test_without_persist_nothing_comes_back(tmp_path: Path) -> None:
     for _ in range(2):
         with Model(config(tmp_path, persist=False)) as model:
