@@ -117,6 +117,7 @@ class Driver(Protocol):
 
     def host_register(self, ordinal: int, address: int, nbytes: int) -> None: ...
     def host_unregister(self, ordinal: int, address: int) -> None: ...
+    def host_device_pointer(self, ordinal: int, address: int) -> int: ...
 
     def copy_batch(
         self,
@@ -312,6 +313,17 @@ class CudaDriver:
             with self._current(ordinal):
                 code = self._entry["unregister"](ffi.cast("void *", address))
         self._check(code, "cuMemHostUnregister", f"{address:#x} on device {ordinal}")
+
+    def host_device_pointer(self, ordinal: int, address: int) -> int:
+        """Give the address that a device has for registered memory."""
+        detail = f"{address:#x} on device {ordinal}"
+        pointer = ffi.new("CUdeviceptr *")
+        code = intercept("cuMemHostGetDevicePointer", address)
+        if not code:
+            with self._current(ordinal):
+                code = self._entry["device_pointer"](pointer, ffi.cast("void *", address), 0)
+        self._check(code, "cuMemHostGetDevicePointer", detail)
+        return int(pointer[0])
 
     def copy_batch(
         self,

@@ -12,7 +12,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hostmem._sys.driver import HOST_NUMA_ID, Driver, Result, load_driver
+from hostmem._sys.driver import HOST_NUMA_ID, HOST_POINTERS, Driver, Result, load_driver
+from hostmem.device.aliases import Aliases
 from hostmem.device.base import Device, Stream
 from hostmem.device.events import Event
 from hostmem.errors import CuError
@@ -90,12 +91,30 @@ class CudaDevice(Device):
     def memory_total(self) -> int:
         return self.driver.memory_info(self.ordinal)[1]
 
+    @cached_property
+    def aliases(self) -> Aliases | None:
+        """What registered host memory is called by this device; None where it has one name."""
+        try:
+            one_name = self.driver.attribute(self.ordinal, HOST_POINTERS)
+        except CuError:
+            one_name = 1  # the driver is older than the attribute
+        return None if one_name else Aliases()
+
     def register(self, address: int, nbytes: int) -> None:
         self.driver.host_register(self.ordinal, address, nbytes)
+        if self.aliases is not None:
+            try:
+                alias = self.driver.host_device_pointer(self.ordinal, address)
+            except BaseException:
+                self.driver.host_unregister(self.ordinal, address)
+                raise
+            self.aliases.add(address, nbytes, alias)
 
     def unregister(self, address: int) -> None:
         with harmless_after_shutdown():
             self.driver.host_unregister(self.ordinal, address)
+        if self.aliases is not None:
+            self.aliases.remove(address)
 
     def stream(self) -> CudaStream:
         return CudaStream(self)
@@ -193,6 +212,8 @@ class CudaStream(Stream):
         sizes: NDArray[np.uint64],
     ) -> None:
         device = self._device
+        if device.aliases is not None:
+            destinations, sources = device.aliases.of(destinations), device.aliases.of(sources)
         device.driver.copy_batch(device.ordinal, destinations, sources, sizes, self.handle)
 
     def wait(self, event: Event) -> None:

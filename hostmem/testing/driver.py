@@ -30,6 +30,7 @@ from hostmem.ranges import RangeTable
 __all__ = ["FakeDriver"]
 
 _GRANULARITY = 2 << 20
+_ALIAS_SHIFT = 1 << 46  # where the device has host memory, if it does not have it where it is
 _ATTRIBUTES = {PAGEABLE_ACCESS: 0, HOST_PAGE_TABLES: 0, HOST_POINTERS: 1, HOST_REGISTER: 1}
 
 
@@ -164,6 +165,29 @@ class FakeDriver:
         self._begin(call, address, ordinal=ordinal, detail=detail)
         self.registered.unpin(address, detail)
 
+    def host_device_pointer(self, ordinal: int, address: int) -> int:
+        """Address of registered memory for a device: another one where HOST_POINTERS is 0."""
+        call = "cuMemHostGetDevicePointer"
+        self._begin(call, address, ordinal=ordinal)
+        if self.registered.at(address) is None:
+            refuse(Result.INVALID_VALUE, call, f"{address:#x} is not registered")
+        return address + self._shift
+
+    @property
+    def _shift(self) -> int:
+        """Bytes from an address of the host to the device's."""
+        return 0 if self._attributes[HOST_POINTERS] else _ALIAS_SHIFT
+
+    def _host_addresses(self, addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Give the host's addresses for the device's; refuse what the device does not know."""
+        if not self._shift:
+            return addresses
+        if (self.registered.index_of(addresses) >= 0).any():
+            detail = "an address of the host, which this device calls otherwise"
+            refuse(Result.ILLEGAL_ADDRESS, "cuMemcpyBatchAsync", detail)
+        shifted = addresses - np.uint64(self._shift)
+        return np.where(self.registered.index_of(shifted) >= 0, shifted, addresses)
+
     def copy_batch(
         self,
         ordinal: int,
@@ -179,6 +203,7 @@ class FakeDriver:
             return
         if stream == 0:
             refuse(Result.INVALID_VALUE, call, "the legacy stream takes no batch")
+        destinations, sources = self._host_addresses(destinations), self._host_addresses(sources)
         self._stream(call, stream).copy(destinations, sources, sizes)  # past the plan there
 
     # ---------------------------------------------------------------- streams, events
