@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import logging
+import os
 import threading
 from collections.abc import Iterator
 from functools import lru_cache
@@ -24,6 +26,8 @@ from numpy.typing import NDArray
 from hostmem._sys import _cuda_abi
 from hostmem._sys.seam import intercept
 from hostmem.errors import CuError, CuOOMError
+
+log = logging.getLogger("hostmem")
 
 __all__ = [
     "CudaDriver",
@@ -169,12 +173,14 @@ def stand_in(call: str, *args: int, detail: str = "") -> None:
 def load_driver() -> CudaDriver:
     """Load and initialise the CUDA driver of this process, once.
 
+    With ``HOSTMEM_BATCH_COPY=0`` in the environment, every batch is a loop of single copies.
+
     Raises
     ------
     CuError
         If there is no driver library, or it refuses to initialise.
     """
-    return CudaDriver()
+    return CudaDriver(0 if os.environ.get("HOSTMEM_BATCH_COPY") == "0" else 13000)
 
 
 class CudaDriver:
@@ -217,6 +223,7 @@ class CudaDriver:
         self._batch_version = newest[0] if newest else 0
         self._contexts: dict[int, Any] = {}
         self._mapped: dict[int, Any] = {}
+        self._batches: dict[int, bool] = {}  # by device, whether the batch call moves bytes there
         self._lock = threading.Lock()
 
     def _resolve(self, entry: _Entry) -> Any:
@@ -347,11 +354,49 @@ class CudaDriver:
         if not code:
             with self._current(ordinal):
                 queue = ffi.cast("CUstream", stream)
-                if self._batch_version:
-                    code = self._submit_batch(destinations, sources, sizes, queue)
-                else:
-                    code = self._submit_single(destinations, sources, sizes, queue)
-        self._check(code, "cuMemcpyBatchAsync" if self._batch_version else "cuMemcpyAsync", detail)
+                batch = self._batches_work(ordinal)
+                submit = self._submit_batch if batch else self._submit_single
+                code = submit(destinations, sources, sizes, queue)
+        self._check(code, "cuMemcpyBatchAsync" if batch else "cuMemcpyAsync", detail)
+
+    def _batches_work(self, ordinal: int) -> bool:
+        """Tell whether the batch call can be used on the current device; tried out once."""
+        works = self._batches.get(ordinal)
+        if works is None:
+            works = bool(self._batch_version) and self._try_batches(ordinal)
+            self._batches[ordinal] = works
+        return works
+
+    def _try_batches(self, ordinal: int) -> bool:
+        """Move some pieces to the device and back in another order, and compare every byte."""
+        piece = 512
+        there, back = np.arange(16 * piece, dtype=np.uint16), np.zeros(16 * piece, np.uint16)
+        places = np.arange(16, dtype=np.uint64) * np.uint64(there.nbytes // 16)
+        sizes = np.full(16, there.nbytes // 16, np.uint64)
+        try:
+            memory = int(self._ask("cuMemAlloc", there.nbytes))
+        except CuOOMError:
+            return True  # there is nothing to try it in; the call itself will tell
+        stream = self.stream_create(ordinal)
+        try:
+            queue = ffi.cast("CUstream", stream)
+            host = [places + np.uint64(a.__array_interface__["data"][0]) for a in (there, back)]
+            device = np.uint64(memory) + np.ascontiguousarray(places[::-1])
+            codes = []
+            for to, source in ((device, host[0]), (host[1], device)):
+                codes.append(self._submit_batch(to, source, sizes, queue))
+                self.stream_synchronize(ordinal, stream)
+        finally:
+            self._ask("cuMemFree", memory)
+            self.stream_destroy(ordinal, stream)
+        if any(codes) or not np.array_equal(there, back):
+            log.warning(
+                "cuMemcpyBatchAsync does not work on device %d (codes %s): copying one by one",
+                ordinal,
+                codes,
+            )
+            return False
+        return True
 
     def _submit_batch(self, destinations: Any, sources: Any, sizes: Any, stream: Any) -> int:
         attributes = ffi.new("batch_attributes_t *")

@@ -630,3 +630,32 @@ def test_every_shape_of_the_batch_call_moves_the_same_bytes(version: int) -> Non
     stream.close()
     memory.close()
     assert np.array_equal(back, there)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("answer", [0, 801], ids=["moves nothing", "is refused"])
+def test_a_batch_call_that_does_not_work_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answer: int
+) -> None:
+    driver = CudaDriver()
+    monkeypatch.setattr(driver, "_submit_batch", lambda *arguments: answer)
+    device = CudaDevice(0, driver=driver)
+    stream = device.stream()
+    memory = CudaMemory(device, 2 * MIB, 2 * MIB, 2 * MIB)
+    there, back = numbers(8 * KIB), pages(8 * KIB)
+    for _ in range(2):
+        copy(stream, memory.address, address_of(there), 8 * KIB)
+        copy(stream, address_of(back), memory.address, 8 * KIB)
+        stream.synchronize()
+    stream.close()
+    memory.close()
+    assert np.array_equal(back, there)
+    assert caplog.text.count("cuMemcpyBatchAsync does not work on device 0") == 1
+
+
+@pytest.mark.gpu
+def test_the_batch_call_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTMEM_BATCH_COPY", "0")
+    assert load_driver.__wrapped__()._batch_version == 0
+    monkeypatch.setenv("HOSTMEM_BATCH_COPY", "1")
+    assert load_driver.__wrapped__()._batch_version > 0
