@@ -4,7 +4,7 @@ Pages of one size, in random order, are copied between two areas that no cache h
 loop of numpy copies; beside it, ours with one thread and with as many as the process may have.
 Each ratio is the median over the pairs of one run: below 1, ours is faster.
 
-    python -m bench.copy [--bytes 32MiB] [--threads 1,8] [--pairs 15] [--json FILE]
+    python -m bench.copy [--bytes 32MiB] [--area 256MiB] [--threads 1,8] [--pairs 15] [--json FILE]
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ what a pause, a return and an end cost, and a key. Nothing is computed, and noth
 from __future__ import annotations
 
 import argparse
-import platform
 from collections.abc import Callable
 from functools import partial
 from statistics import quantiles
@@ -19,6 +18,7 @@ from time import perf_counter_ns
 
 import numpy as np
 
+from bench.measure import machine_line
 from hostmem import HostEvent
 from kvtier import AttentionLayerConfig, BufferConfig, GpuCacheTierConfig, KVCacheManagerConfig
 from kvtier.keys import chain_keys
@@ -84,9 +84,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--tokens-per-block", type=int, default=16)
     options = parser.parse_args()
-    print(
-        f"Python {platform.python_version()}, numpy {np.__version__}, {options.sequences} sequences"
-    )
+    print(f"{machine_line()}, {options.sequences} sequences")
     print(f"  {'us a sequence':<34}{'median':>8}{'10 %':>8}{'90 %':>8}")
     full = AttentionLayerConfig(0, [BufferConfig("kv", 64)])
     windowed = AttentionLayerConfig(1, [BufferConfig("kv", 64)], sliding_window_size=64)

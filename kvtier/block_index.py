@@ -76,9 +76,10 @@ class BlockIndex(Generic[Key]):
     def readable(self, key: Key) -> Block[Key] | None:
         """Find a block, once the storage has seen to pages of it whose copy failed."""
         block = self.blocks.get(key)
-        if block is not None and any(p is not None and failed(p) for p in block.pages):
-            self._storage.resolve([p for p in block.pages if p is not None and not p.leases])
-            block = self.blocks.get(key)
+        for page in () if block is None else block.pages:
+            if page is not None and failed(page):
+                self._storage.resolve([p for p in self.pages(key) if not p.leases])
+                return self.blocks.get(key)
         return block
 
     def leading(self, keys: Sequence[Key]) -> list[Block[Key]]:
@@ -125,11 +126,16 @@ class BlockIndex(Generic[Key]):
 
     # ---------------------------------------------------------------------------------- coming
 
+    def find(self, keys: Sequence[Key]) -> list[Block[Key] | None]:
+        """Look keys up, which runs code of theirs, before anything is changed."""
+        return [self.blocks.get(key) for key in keys]
+
     def enter(
         self,
         blocks: Sequence[Block[Key]],
         columns: Columns,
         keys: Sequence[Key],
+        found: Sequence[Block[Key] | None],
         ready: Event | None,
     ) -> tuple[list[Block[Key]], Columns]:
         """Let blocks be found under keys, and go on holding their pages.
@@ -145,6 +151,8 @@ class BlockIndex(Generic[Key]):
             Their pages, leased; by group, None where there is none.
         keys : sequence
             Their keys.
+        found : sequence of Block
+            What `find` gives for the keys.
         ready : Event, optional
             Of the work that writes the pages; None if each says so itself.
 
@@ -156,19 +164,21 @@ class BlockIndex(Generic[Key]):
         held, rows = [], []
         new: list[Page] = []
         old: list[Page] = []
-        for block, pages, key in zip(blocks, zip(*columns, strict=True), keys, strict=True):
-            there = self.blocks.get(key)
+        for block, pages, key, there in zip(
+            blocks, zip(*columns, strict=True), keys, found, strict=True
+        ):
             row = pages
             if there is None:
                 block.key, block.pages = key, pages
-                self.blocks[key] = there = block
+                self.blocks[key] = block
+                held.append(block)
             else:
                 block.pages = ()
                 row = tuple([self._better(there, *mine) for mine in enumerate(pages)])
+                held.append(there)
             for mine, best in zip(pages, row, strict=True):
                 if mine is not None:
                     (new if mine is best else old).append(mine)
-            held.append(there)
             rows.append(row)
         self._storage.discard(old, DONE if ready is None else ready)
         self._storage.commit(new, ready)
@@ -190,7 +200,7 @@ class BlockIndex(Generic[Key]):
         if page is not None:
             self._note_removed(page)
             if not page.leases:  # otherwise it goes when it is let go
-                self._storage.discard([page])
+                self._storage.replace(page, mine)
         block.put(group, mine)
         return mine
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Generic
@@ -10,7 +9,7 @@ from typing import Generic
 from hostmem import Event
 from hostmem.device import DONE
 from kvtier.block import Key
-from kvtier.transfer.page_events import gathered, left, whole
+from kvtier.transfer.page_events import gathered
 
 __all__ = ["BlockJob"]
 
@@ -30,7 +29,7 @@ class BlockJob(Generic[Key]):
         Gives a context manager that measures the time in it.
     """
 
-    __slots__ = ("_events", "_waiting", "_wholes", "keys")
+    __slots__ = ("_events", "_waiting", "event", "keys")
 
     def __init__(
         self,
@@ -40,26 +39,21 @@ class BlockJob(Generic[Key]):
     ) -> None:
         self.keys = list(keys)
         """The blocks that are copied, in order."""
+        self.event: Event = next(iter(gathered([one for some in events for one in some])), DONE)
+        """Of all the copies: a stream may wait for it. It has failed if one of them has."""
         self._events = events
         self._waiting = waiting
-        wholes = {id(w): w for some in events for w in map(whole, some) if w is not DONE}
-        self._wholes = tuple(wholes.values())
-
-    @property
-    def event(self) -> Event:
-        """Of all the copies: a stream may wait for it. It has failed if one of them has."""
-        return next(iter(gathered([event for some in self._events for event in some])), DONE)
 
     @property
     def done(self) -> bool:
         """Whether all copies have finished, well or not."""
-        return all(event.query() for event in self._wholes)
+        return self.event.query()
 
     @property
     def failed(self) -> Mapping[Key, BaseException]:
         """The blocks whose copy failed, and why; all of them once it is done."""
         failed: dict[Key, BaseException] = {}
-        if any(event.error is not None for event in self._wholes):
+        if self.event.error is not None:
             for key, events in zip(self.keys, self._events, strict=True):
                 errors = (event.error for event in events if event.query())
                 if error := next((e for e in errors if e is not None), None):
@@ -89,14 +83,7 @@ class BlockJob(Generic[Key]):
         if self.done and self.error is None:
             return
         with self._waiting("jobs"):
-            end = None if timeout is None else time.monotonic() + timeout
-            for event in self._wholes:
-                try:
-                    event.synchronize(left(end))
-                except Exception:
-                    if not event.query():
-                        raise
-        self.event.synchronize()
+            self.event.synchronize(timeout)
 
     def __repr__(self) -> str:
         state = "under way" if not self.done else "failed" if self.error else "done"

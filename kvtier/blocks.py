@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hostmem import Event, ResourceBusyError
 from hostmem.device import DONE
+from kvtier.arguments import check_event, whole_number
 from kvtier.block import Block, Columns, Key, is_there
 from kvtier.block_index import BlockIndex
 from kvtier.block_job import BlockJob
@@ -49,7 +50,8 @@ class BlockCache(Generic[Key]):
 
     Notes
     -----
-    Every method may be called from any thread and returns without waiting for copies.
+    Every method may be called from any thread and returns without waiting for copies, but for those
+    of kept blocks that have to make room: see `keep`.
 
     Examples
     --------
@@ -130,7 +132,7 @@ class BlockCache(Generic[Key]):
             They do not all fit beside what is leased; nothing has changed. Ask for fewer, by
             as many as the error's ``short``.
         """
-        storage = self._storage
+        storage, keys = self._storage, list(keys)
         with storage.lock:
             storage.settle()
             blocks = self._index.leading(keys)
@@ -140,10 +142,11 @@ class BlockCache(Generic[Key]):
 
     def _hold(self, blocks: list[Block[Key]], columns: Columns) -> BlockLease[Key]:
         """Lease pages and bring them to the first level, or change nothing."""
-        found = [
-            max((page.level for page in row if page is not None), default=0)
-            for row in zip(*columns, strict=True)
-        ]
+        found = [0] * len(blocks)
+        for column in columns:
+            for n, page in enumerate(column):
+                if page is not None and page.level > found[n]:
+                    found[n] = page.level
         lease = BlockLease(self, blocks, columns, found)
         pages = lease._pages()
         self._storage.lease(pages)
@@ -229,6 +232,7 @@ class BlockCache(Generic[Key]):
         KeyError
             A key is absent; nothing has changed.
         """
+        priority = whole_number(priority, "priority")
         with self._storage.lock:
             pages = [page for key in keys for page in self._index.pages(key)]
             self._storage.set_priority(pages, priority)
@@ -282,9 +286,13 @@ class BlockCache(Generic[Key]):
         ------
         ValueError
             A key is there already, or reserved; nothing has changed.
+        TypeError
+            A priority that is no whole number; nothing has changed.
         OutOfPagesError
             They do not all fit beside what is leased; nothing has changed.
         """
+        keys = list(keys)
+        priority = whole_number(priority, "priority")
         with self._storage.lock:
             named = [key for key in keys if key is not None]
             self._check_keys(named)
@@ -299,9 +307,9 @@ class BlockCache(Generic[Key]):
                     f"keys: {next(iter(taken))!r} is there already or reserved; where that may be, "
                     "reserve None and give the key to commit"
                 )
+            self._storage.check_room(dict.fromkeys(self._groups, len(keys)))
             blocks = [Block[Key](key) for key in keys]
             wanted = np.ones((len(self._groups), len(blocks)), bool)
-            self._storage.check_room(dict.fromkeys(self._groups, len(blocks)))
             columns = self._new_pages(blocks, wanted, priority)
             for old in unread:
                 if old.pages:  # it has not been dropped to make room
@@ -412,6 +420,8 @@ class BlockCache(Generic[Key]):
             A key twice; pages of another shape, that there are not, or twice; none where there is
             no window; the cache has no engine. Nothing has changed.
         """
+        check_event(ready, "ready")
+        priority = whole_number(priority, "priority")
         engine = self._owner()
         self._check_keys(keys)
         homes = engine.homes(len(keys), pages)
@@ -464,7 +474,7 @@ class BlockCache(Generic[Key]):
         for key in keys:
             if self._index.is_unread(key):
                 self._index.remove(self._index.blocks[key])
-        self._index.enter(blocks, columns, keys, None)
+        self._index.enter(blocks, columns, keys, self._index.find(keys), None)
         storage.release(page for row in rows for page in row if page is not None)
         return BlockJob(keys, events, self._waiting)
 
@@ -498,6 +508,7 @@ class BlockCache(Generic[Key]):
             Pages of another shape, that there are not, or twice; the cache has no engine. Nothing
             has changed.
         """
+        check_event(ready, "ready")
         engine = self._owner()
         homes = engine.homes(len(keys), pages)
         storage = self._storage
@@ -578,21 +589,16 @@ class BlockCache(Generic[Key]):
             self._storage.discard(stray)
 
     def _commit(
-        self,
-        blocks: list[Block[Key]],
-        columns: Columns,
-        keys: list[Key],
-        ready: Event,
-        *,
-        leased: bool,
+        self, room: BlockReservation[Key], keys: list[Key], ready: Event, *, last: bool
     ) -> BlockLease[Key]:
+        """Enter the leading blocks of a reservation; after the last ones it is closed."""
         with self._storage.lock:
-            self._reserved.difference_update(b.key for b in blocks if b.key is not None)
-            held, pages = self._index.enter(blocks, columns, keys, ready)
-            lease = BlockLease(self, held, pages, [0] * len(held))
-            if not leased:
-                lease.release()
-            return lease
+            found = self._index.find(keys)
+            with self._storage.latch:
+                blocks, columns = room._take(len(keys), last)
+                self._reserved.difference_update(b.key for b in blocks if b.key is not None)
+                held, pages = self._index.enter(blocks, columns, keys, found, ready)
+                return BlockLease(self, held, pages, [0] * len(held))
 
     def _cancel(self, blocks: list[Block[Key]], pages: list[Page], after: Event) -> None:
         with self._storage.lock:

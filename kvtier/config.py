@@ -28,6 +28,7 @@ from kvtier.layout import group_layouts
 from kvtier.plan import CachePlan, cold_page_bytes, make_plan, plan_level
 from kvtier.quota import exact_size, grain_of, minimum_quota
 from kvtier.transfer.codec import ColdPageCodec, check_codec
+from kvtier.transfer.compression import COMPRESSIONS
 
 __all__ = [
     "AttentionLayerConfig",
@@ -56,8 +57,6 @@ class CacheTier(StrEnum):
 
 
 _ORDER = tuple(CacheTier)
-_COMPRESSIONS = ("blosc2",)
-"""Modules that can compress a disk level, named as extras of this package are."""
 
 
 class _Checked:
@@ -231,16 +230,17 @@ class DiskCacheTierConfig(CacheTierConfig):
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the quotas and the compression."""
         yield from CacheTierConfig.problems(self)
-        if self.compression is not None and self.compression not in _COMPRESSIONS:
-            known = ", ".join(map(repr, _COMPRESSIONS))
+        if self.compression is not None and self.compression not in COMPRESSIONS:
+            known = ", ".join(map(repr, COMPRESSIONS))
             yield f"disk.compression: {self.compression!r} is not known; give {known} or None"
 
     def _problems_here(self) -> Iterator[str]:
         """Yield what is wrong with the directory, and that the compression is not installed."""
-        if self.compression in _COMPRESSIONS and find_spec(self.compression) is None:
+        name = self.compression
+        if name is not None and name in COMPRESSIONS and find_spec(name) is None:
             yield (
-                f"disk.compression: {self.compression!r} needs the module of that name; "
-                f"pip install hostmem[{self.compression}]"
+                f"disk.compression: {name!r} needs the module of that name; "
+                f"pip install hostmem[{name}]"
             )
         if not os.path.exists(self.path):
             yield f"disk.path: {self.path!r} does not exist; create the directory first"

@@ -43,7 +43,7 @@ class EventLog(Generic[Key]):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._events: deque[tuple[Kind, list[Key], int, str | None, str | None]] = deque()
+        self._events: deque[tuple[Kind, deque[Key], int, str | None, str | None]] = deque()
         self._keys = 0
         self.dropped = 0
         """Keys in events that went before they were taken, so far."""
@@ -52,7 +52,7 @@ class EventLog(Generic[Key]):
         self, kind: Kind, keys: Iterable[Key], group: int, source: str | None, level: str | None
     ) -> None:
         """Add an event; one that is like the last is joined to it."""
-        new = list(keys)
+        new = deque(keys)
         last = self._events[-1] if self._events else None
         if last is not None and (last[0], *last[2:]) == (kind, group, source, level):
             last[1].extend(new)
@@ -69,7 +69,8 @@ class EventLog(Generic[Key]):
         if gone == len(oldest):
             self._events.popleft()
         else:
-            del oldest[:gone]
+            for _ in range(gone):
+                oldest.popleft()
         self._keys -= gone
         self.dropped += gone
 

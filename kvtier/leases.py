@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from hostmem import Event
 from hostmem.closing import Closable
 from hostmem.device import DONE
+from kvtier.arguments import check_event
 from kvtier.block import Block, Columns, Key
 from kvtier.page import Page
 
@@ -65,6 +66,8 @@ class _Held(Closable, Generic[Key]):
 
     def _take_over(self, other: _Held[Key]) -> None:
         """Hold another's blocks behind the own ones; the other holds none any more."""
+        if type(other) is not type(self):
+            raise TypeError(f"other: a {type(self).__name__} is needed, not {type(other).__name__}")
         self._check_open()
         other._check_open()
         if other._cache is not self._cache or other is self:
@@ -152,6 +155,7 @@ class BlockLease(_Held[Key]):
             The group has no window, ``blocks`` is below 0, or the lease was released.
         """
         self._check_open()
+        check_event(after, "after")
         first = self._cache._sinks(group)
         if blocks < 0:
             raise ValueError(f"blocks: {blocks} is below 0")
@@ -172,6 +176,7 @@ class BlockLease(_Held[Key]):
         after : Event
             Of work that still reads the pages: nobody gets their slots earlier.
         """
+        check_event(after, "after")
         if self._open:
             self._open = False
             self._cache._let_go(self._pages(), after)
@@ -243,12 +248,11 @@ class BlockReservation(_Held[Key]):
             another number of keys than blocks. Nothing has changed.
         """
         self._check_open()
+        check_event(ready, "ready")
         named = self._named(keys)
         if len(named) != len(self._blocks):
             raise ValueError(f"keys: {len(named)} for {len(self._blocks)} blocks")
-        blocks, columns = self._blocks, self._columns
-        self._cache._commit(blocks, columns, named, ready, leased=False)
-        self._open = False
+        self._cache._commit(self, named, ready, last=True).release()
 
     def commit_leased(
         self, ready: Event = DONE, keys: Sequence[Key] | None = None
@@ -275,17 +279,22 @@ class BlockReservation(_Held[Key]):
             As in `commit`; more keys than blocks. Nothing has changed.
         """
         self._check_open()
+        check_event(ready, "ready")
         named = self._named(keys)
         count = len(named)
         if count > len(self._blocks):
             raise ValueError(f"keys: {count} for {len(self._blocks)} blocks")
-        columns = [column[:count] for column in self._columns]
-        held = self._cache._commit(self._blocks[:count], columns, named, ready, leased=True)
-        del self._blocks[:count]
-        for column in self._columns:
-            del column[:count]
-        self._open = keys is not None
-        return held
+        return self._cache._commit(self, named, ready, last=keys is None)
+
+    def _take(self, count: int, last: bool) -> tuple[list[Block[Key]], Columns]:
+        """Give the leading blocks away; after the last ones the reservation is closed."""
+        blocks, columns = self._blocks[:count], [column[:count] for column in self._columns]
+        self._open = not last
+        if not last:  # who has committed all may still ask what these were
+            del self._blocks[:count]
+            for column in self._columns:
+                del column[:count]
+        return blocks, columns
 
     def _named(self, keys: Sequence[Key] | None) -> list[Key]:
         """Give the keys to commit under, checked."""
@@ -310,6 +319,7 @@ class BlockReservation(_Held[Key]):
         after : Event
             Of work that still uses the pages: nobody gets their slots earlier.
         """
+        check_event(after, "after")
         if self._open:
             self._open = False
             self._cache._cancel(self._blocks, self._pages(), after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -9,6 +10,7 @@ import weakref
 from hostmem import ClosedError
 from hostmem.closing import Closable
 from hostmem.device import DeviceLike
+from kvtier.arguments import whole_number
 from kvtier.blocks import BlockCache
 from kvtier.config import KVCacheManagerConfig
 from kvtier.keys import Tokens, chain_keys, layout_fingerprint
@@ -40,7 +42,8 @@ class KVCacheManager(Closable):
 
     Notes
     -----
-    Every method may be called from any thread.
+    Every method may be called from any thread. Only `close` waits for copies, and who makes room
+    by moving down the partly filled block of a suspended sequence.
 
     Examples
     --------
@@ -138,6 +141,9 @@ class KVCacheManager(Closable):
         ClosedError
             The manager was closed.
         """
+        if not isinstance(salt, bytes):
+            raise TypeError(f"salt: bytes are needed, not {type(salt).__name__}")
+        priority = whole_number(priority, "priority")
         keys = self._reusable(tokens, salt) if reuse else []
         sequence = KVSequence(self._terms, keys, salt, priority)
         with self._lock:
@@ -178,9 +184,10 @@ class KVCacheManager(Closable):
         with self._lock:
             self._closed = True
             sequences = list(self._sequences)
-        for sequence in sequences:
-            sequence.close()
-        self.storage.close()
+        with contextlib.ExitStack() as stack:  # all of it, whatever one of them raises
+            stack.callback(self.storage.close)
+            for sequence in sequences:
+                stack.callback(sequence.close)
 
     def _abandon(self) -> None:
         self._lock = threading.Lock()

@@ -191,6 +191,9 @@ class Mover:
 
     def check_room(self, wanted: Mapping[int, int]) -> None:
         """Raise OutOfPagesError unless so many new pages of each pool group fit, all together."""
+        for group, n in wanted.items():
+            if n > (most := self._levels[0].groups[group].slots.n_slots):
+                raise self._no_room(0, group, n, n - most)
         if len(wanted) < 2:
             return  # taking them is all or nothing itself
         for group, n in wanted.items():
@@ -248,11 +251,18 @@ class Mover:
     def _leaver(self, at: Level, group: int, anywhere: bool) -> Callable[[Page], bool]:
         """Give a function that tells whether a page may leave a level, to make room there."""
         may_leave = _may_be_dropped if at is self._levels[-1] else _may_move
-        slots = at.groups[group].slots
-        limit, index = slots.limit, at.index
-        if anywhere or limit == slots.n_slots:
+        slots, index, deferred = at.groups[group].slots, at.index, self.deferred
+        limit = slots.n_slots if anywhere else slots.limit
+        if limit == slots.n_slots and not deferred:
             return may_leave
-        return lambda page: may_leave(page) and not (page.level == index and page.slot >= limit)
+
+        def leaves(page: Page) -> bool:
+            if page.level == index and page.slot >= limit:
+                return False
+            # While somebody waits for it, a kept page is not known to have bytes that can be moved.
+            return may_leave(page) and not (page.kept and page in deferred)
+
+        return leaves
 
     def evict(self, level: int, group: int, n: int, *, anywhere: bool = False) -> list[Departure]:
         """Free ``n`` slots of a level, or change nothing; see `plan_eviction`.
@@ -327,6 +337,9 @@ class Mover:
                 return error
             if (failure := gone.page.ready.error) is not None:
                 trouble = trouble or failure
+                slots = self._levels[gone.level].groups[gone.page.group].slots
+                if gone.slot >= slots.limit:
+                    slots.cancel_shrink()  # the page gets its slot back, so there will be none
                 self.resolve([gone.page])
         return trouble
 
@@ -446,9 +459,10 @@ class Mover:
 
     def settle(self) -> None:
         """Learn how finished copies ended; see to the pages of those that failed."""
-        for queue in self._moving.values():
-            while queue and queue[0].event.query():
-                self._settled(queue.popleft())
+        with self._latch:
+            for queue in self._moving.values():
+                while queue and queue[0].event.query():
+                    self._settled(queue.popleft())
 
     def _settled(self, moving: _Moving) -> None:
         failures = moving.event.failures

@@ -76,8 +76,8 @@ class Page:
         """What leaves a level first, before its policy is asked: the lowest."""
         self.origin: Departure | None = None
         """Where its last move took it from."""
-        self.stored = False
-        """Whether it was ever written to a file that outlives the process."""
+        self.stored: tuple[int, ...] = ()
+        """Slots of a file that outlives the process where its bytes may be, under its name."""
         self.unread = False
         """Whether it is where it was because the last attempt to read it there failed."""
 

@@ -145,7 +145,7 @@ class CachePlan:
     @property
     def digest(self) -> str:
         """32 hexadecimal digits: equal plans have equal ones, on every machine and in every run."""
-        text = json.dumps(self._figures(), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
     def as_json(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class CachePlan:
         Beside the fields there are ``digest``, ``totals`` and, in each level, ``page_bytes``,
         ``slot_bytes``, ``padding`` and ``address_space``, as the properties say.
         """
-        figures = self._figures()
+        figures = asdict(self)
         for level, shown in zip(self.levels, figures["levels"], strict=True):
             for name in ("page_bytes", "slot_bytes", "padding", "address_space"):
                 shown[name] = getattr(level, name)
@@ -189,9 +189,6 @@ class CachePlan:
             sizes = (format_size(sum(each)) for each in figures)
             rows.append((str(level.tier), f"{sum(level.slots):,}", *sizes))
         return "\n".join(["in total", *_table(rows), "", f"digest {self.digest}"])
-
-    def _figures(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         return self.describe()
@@ -302,10 +299,3 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
         "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in rows
     ]
-
-
-def group_weights(config: KVCacheManagerConfig, groups: Sequence[GroupLayout]) -> tuple[int, ...]:
-    """Give the integer weights by which a level's quota is split over the groups."""
-    if config.initial_pool_ratio is None:
-        return tuple(group.page_bytes for group in groups)
-    return exact_weights(config.initial_pool_ratio)

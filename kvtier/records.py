@@ -48,25 +48,38 @@ class Records:
         """
         last = self._last[pages[0].group]
         for page, slot in zip(pages, slots.tolist(), strict=True):
+            page.stored = (*self._slots(page), slot)
             last[slot] = page
-            page.stored = True
         return [_name(page) for page in pages]
 
     def adopt(self, page: Page) -> None:
         """Note that a page came back where it is."""
         self._last[page.group][page.slot] = page
-        page.stored = True
+        page.stored = (page.slot,)
+
+    def replace(self, old: Page, new: Page) -> None:
+        """Note that a page holds what another one held, which is dropped for it."""
+        slots = self._slots(old)
+        self._last[new.group].update(dict.fromkeys(slots, new))
+        new.stored = (*self._slots(new), *slots)
+        old.stored = ()
 
     def forget(self, pages: Iterable[Page]) -> None:
-        """Let pages not come back, wherever they were ever written; O(slots) if one was."""
-        gone = {page for page in pages if page.stored}
-        for group in {page.group for page in gone}:
-            last = self._last[group]
-            slots = [slot for slot, page in last.items() if page in gone]
-            for slot in slots:
-                del last[slot]
+        """Let pages not come back, wherever they were written."""
+        gone: dict[int, list[int]] = {}
+        for page in pages:
+            for slot in self._slots(page):
+                del self._last[page.group][slot]
+                gone.setdefault(page.group, []).append(slot)
+            page.stored = ()
+        for group, slots in gone.items():
             with contextlib.suppress(ClosedError):  # what is in a closed file stays as it is
                 self._files[group].forget(np.array(slots, np.int32))
+
+    def _slots(self, page: Page) -> list[int]:
+        """Give the slots where a page was written and nobody else since."""
+        last = self._last[page.group]
+        return [slot for slot in page.stored if last.get(slot) is page]
 
 
 def _name(page: Page) -> bytes:

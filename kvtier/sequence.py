@@ -17,6 +17,7 @@ from hostmem import ClosedError, Event, ResourceBusyError
 from hostmem.closing import Closable
 from hostmem.courier import closings
 from hostmem.device import DONE
+from kvtier.arguments import check_event, whole_number
 from kvtier.blocks import BlockCache
 from kvtier.holding import Holding, unproven
 from kvtier.keys import Tokens, chain_keys, token_ids
@@ -55,8 +56,9 @@ class KVSequence(Closable):
     Notes
     -----
     Calls may come from any thread and are ordered by a lock of the sequence's own, inside which the
-    storage's is taken when pages come or go. Only `wait` blocks for copies. A sequence that is
-    dropped without `close` is closed on another thread, with a `ResourceWarning`.
+    storage's is taken when pages come or go. Only `wait` blocks for copies; but who makes room by
+    moving down the partly filled block of a suspended sequence blocks until it has arrived. A
+    sequence that is dropped without `close` is closed on another thread, with a `ResourceWarning`.
     """
 
     __slots__ = (
@@ -202,6 +204,7 @@ class KVSequence(Closable):
         ClosedError, ValueError
             The sequence is closed, or suspended.
         """
+        tokens = whole_number(tokens, "tokens")
         with self._lock:
             if self._state != "active":
                 raise self._refusal()
@@ -211,7 +214,7 @@ class KVSequence(Closable):
 
     def _grow(self, blocks: int) -> None:
         room = self._terms.cache.reserve([None] * blocks, priority=self._priority)
-        self._fences += room.fences
+        self._fences = [fence for fence in (*self._fences, *room.fences) if not fence.query()]
         self._tables.put(self._tables.blocks, room)
         self._held.add(room)
         self._capacity += blocks * self._terms.tokens_per_block
@@ -244,6 +247,7 @@ class KVSequence(Closable):
         -----
         If a step fails, so does every block that is filled in it or after it: none is served.
         """
+        check_event(ready, "ready")
         ids = token_ids(tokens)
         with self._lock:
             if self._state != "active":

@@ -85,7 +85,8 @@ class TierStorage(Closable):
         self.lock = threading.RLock()
         """Orders everything; a cache over this storage shares it."""
         self._closing = threading.Lock()
-        self._latch = Latch()
+        self.latch = Latch()
+        """Guards what must be done as a whole; a cache over this storage shares it."""
         self._meter = Meter(self.lock)
         self._closed = False
         levels: list[Level] = []
@@ -109,8 +110,8 @@ class TierStorage(Closable):
         last = config.cache_tiers[-1]
         persistent = isinstance(last, DiskCacheTierConfig) and last.persist
         self._records = Records(self.levels[-1]) if persistent else None
-        self._mover = Mover(self.levels, self._copier, self._latch, self._meter, self._records)
-        self._resizer = Resizer(self._mover, self._latch, self.lock)
+        self._mover = Mover(self.levels, self._copier, self.latch, self._meter, self._records)
+        self._resizer = Resizer(self._mover, self.latch, self.lock)
         self._pid = os.getpid()
         _storages.add(self)
 
@@ -166,7 +167,11 @@ class TierStorage(Closable):
         with self.lock:
             self._check_open()
             ids, fences = self._mover.take(0, group, len(owners))
-            self._mover.make_spare(0, group)
+            try:
+                self._mover.make_spare(0, group)
+            except BaseException:
+                self._mover.give_back(0, group, ids, fences)
+                raise
             fences = (*fences, *self._unfilled(group, ids))
             pages = [
                 Page(owner, group, slot, fences, priority)
@@ -212,7 +217,7 @@ class TierStorage(Closable):
         ready : Event, optional
             Of the work that writes them; None where `copy_in` does.
         """
-        with self.lock, self._latch:
+        with self.lock, self.latch:
             new: dict[int, list[Page]] = {}
             for page in pages:
                 if ready is not None:
@@ -227,7 +232,7 @@ class TierStorage(Closable):
 
     def take_out(self, pages: Iterable[Page]) -> None:
         """Undo `commit` for leased pages of the first level, which may be written again."""
-        with self.lock, self._latch:
+        with self.lock, self.latch:
             for page in pages:
                 self.levels[0].policies[page.group].remove(page)
                 self._new[page.group] += 1
@@ -327,7 +332,7 @@ class TierStorage(Closable):
                     if page.ready is not DONE and page.lost:
                         failed.append(page)
             if failed:
-                with self._latch:
+                with self.latch:
                     self._mover.resolve(failed)
 
     def onboard(self, pages: Sequence[Page]) -> list[Page]:
@@ -367,7 +372,7 @@ class TierStorage(Closable):
                 for group, (ids, fences) in taken.items():
                     self._mover.give_back(0, group, ids, fences)
                 raise
-            with self._latch:
+            with self.latch:
                 used: Counter[int] = Counter()
                 for (level, group), batch in batches.items():
                     ids, fences = taken[group]
@@ -432,7 +437,7 @@ class TierStorage(Closable):
             if not known.issuperset(slots) or not self._mover.adopt(level.index, group, slots):
                 raise ValueError(f"slots: {slots!r} are not all restored and free")
             pages = []
-            with self._latch:
+            with self.latch:
                 for owner, slot in zip(owners, slots, strict=True):
                     page = Page(owner, group, slot, (), level=level.index)
                     cast(Records, self._records).adopt(page)
@@ -451,7 +456,7 @@ class TierStorage(Closable):
 
     def set_priority(self, pages: Iterable[Page], priority: int) -> None:
         """Change what leaves a level first: pages of a lower priority."""
-        with self.lock, self._latch:
+        with self.lock, self.latch:
             for page in pages:
                 policy = self.levels[page.level].policies[page.group]
                 if present := page in policy:
@@ -462,12 +467,12 @@ class TierStorage(Closable):
 
     def resolve(self, pages: Iterable[Page]) -> None:
         """Put unleased pages that a failed copy has lost back where they were, or drop them."""
-        with self.lock, self._latch:
+        with self.lock, self.latch:
             self._mover.resolve(pages)
 
     def settle(self) -> None:
         """Learn how finished copies ended: put back, or drop, what failed copies were to bring."""
-        with self.lock, self._latch:
+        with self.lock:
             self._mover.settle()
 
     def discard(self, pages: Iterable[Page], after: Event = DONE) -> None:
@@ -475,7 +480,7 @@ class TierStorage(Closable):
 
         Nobody gets their slots before ``after`` has finished.
         """
-        with self.lock, self._latch:
+        with self.lock, self.latch:
             pending = not after.query()
             gone: dict[tuple[int, int], list[Page]] = {}
             for page in dict.fromkeys(pages):
@@ -495,9 +500,16 @@ class TierStorage(Closable):
             for (level, group), some in gone.items():
                 self._mover.free(some, level, group)
 
+    def replace(self, old: Page, new: Page) -> None:
+        """Drop a page that nobody leases for another one of the same bytes."""
+        with self.lock:
+            if self._records is not None:
+                self._records.replace(old, new)
+            self.discard([old])
+
     def forget(self, pages: Iterable[Page]) -> None:
         """Let pages not come back from files that outlive the process; else nothing changes."""
-        with self.lock, self._latch:
+        with self.lock, self.latch:
             self._mover.forget(pages)
 
     # ---------------------------------------------------------------------------------- quota
@@ -684,7 +696,7 @@ class TierStorage(Closable):
             self._copier.close()
             for level in reversed(self.levels):
                 try:
-                    if self._latch.reason is None:
+                    if self.latch.reason is None:
                         level.close()
                     else:
                         level.leak()
@@ -696,12 +708,13 @@ class TierStorage(Closable):
     def _abandon(self) -> None:
         """Close in a forked child, which has neither the memory nor the threads."""
         self.lock = threading.RLock()
+        self._meter.lock = self.lock
         self._closed = True
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the storage was closed, or belongs to the parent of this process")
-        self._latch.check()
+        self.latch.check()
 
 
 def _needs_staging(levels: Sequence[Level], codec: ColdPageCodec | None) -> bool:

@@ -59,15 +59,15 @@ class Windows:
         while count != before:  # where one window ends earlier, the others look elsewhere
             before = count
             for group, missing in gaps.items():
-                while count and missing and self._sees(group, missing, count):
-                    count -= 1
+                while (gap := self._seen(group, missing, count)) is not None:
+                    count = gap  # for with fewer blocks, too, it is seen as long as it is there
         return count
 
-    def _sees(self, group: int, missing: Sequence[int], blocks: int) -> bool:
-        """Tell whether the token behind so many blocks sees one of the missing ones, ascending."""
+    def _seen(self, group: int, missing: Sequence[int], blocks: int) -> int | None:
+        """Give the first of the missing, ascending, that the token behind so many blocks sees."""
         first, end = self.stale(group, blocks)
-        at = bisect_left(missing, end)
-        return missing[0] < first or (at < len(missing) and missing[at] < blocks)
+        at = 0 if missing and missing[0] < first else bisect_left(missing, end)
+        return missing[at] if at < len(missing) and missing[at] < blocks else None
 
     def hide(self, columns: Sequence[list[P | None]]) -> None:
         """Put None where a window does not show a block; columns are by group, of all blocks."""

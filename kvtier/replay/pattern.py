@@ -14,12 +14,12 @@ from hostmem.closing import Closable
 from kvtier.storage import TierStorage
 from kvtier.transfer.memory import Ids, MemoryPool
 
-__all__ = ["PatternEngine", "pattern_engine"]
+__all__ = ["PatternEngine", "Words", "mix", "pattern_engine"]
 
 Words = NDArray[np.uint64]
 
 
-def _mix(values: Words) -> Words:
+def mix(values: Words) -> Words:
     """Scramble 64-bit numbers (the finaliser of SplitMix64), so that neighbours differ all over."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -41,11 +41,11 @@ class PatternEngine(Closable):
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self._positions = _mix(np.arange(-(-block_bytes // 8), dtype=np.uint64))
+        self._positions = mix(np.arange(-(-block_bytes // 8), dtype=np.uint64))
         self._expected = np.empty_like(self._positions)
 
     def _seeds(self, keys: Sequence[int]) -> Words:
-        return _mix(np.array(keys, np.int64).view(np.uint64) ^ np.uint64(0x5851F42D4C957F2D))
+        return mix(np.array(keys, np.int64).view(np.uint64) ^ np.uint64(0x5851F42D4C957F2D))
 
     def _content(self, seed: np.uint64) -> NDArray[np.uint8]:
         """Make what a block holds; valid until the next call."""

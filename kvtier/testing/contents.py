@@ -13,17 +13,9 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvtier.replay.pattern import Words, mix
+
 __all__ = ["BlockContents", "Words", "buffer_seed", "mix", "prefix_states"]
-
-Words = NDArray[np.uint64]
-
-
-def mix(values: Words) -> Words:
-    """Scramble 64-bit numbers (the finaliser of SplitMix64), so that neighbours differ all over."""
-    z = values + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 def prefix_states(tokens: ArrayLike, salt: bytes = b"") -> Words:

@@ -115,8 +115,8 @@ class HotPages:
         homes = np.asarray(pages, np.int64)
         homes = np.broadcast_to(homes, (len(self._n_pages), homes.shape[-1]))
         for group, n_pages in enumerate(self._n_pages):
-            if (most := homes[group].max(initial=-1)) >= n_pages:
-                raise ValueError(f"pages: {most} of pool group {group}, which has {n_pages}")
+            if (odd := homes[group][(homes[group] < -1) | (homes[group] >= n_pages)]).size:
+                raise ValueError(f"pages: {odd[0]} of pool group {group}, which has {n_pages}")
         tokens = self.tokens_per_block
         begins = (first_block + np.arange(homes.shape[1])) * tokens
         if ((homes >= 0) & (begins >= stop)).any():

@@ -2,7 +2,7 @@
 
 A page keeps its slot, so compression saves the disk's time and not its space. What is stored begins
 with a header that says how long the rest is and what its checksum is; a page that does not get
-smaller is stored as it is. Lengths are multiples of 4 KiB, for direct I/O.
+smaller is stored as it is, and known by its length. Lengths are multiples of 4 KiB, for direct I/O.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Blosc2:
 
 
 COMPRESSIONS: Mapping[str, Callable[[], Compression]] = {"blosc2": Blosc2}
-"""By the names that a configuration gives them."""
+"""By the names that a configuration gives them: those of the modules, and of our extras."""
 
 
 def compression(name: str) -> Compression:
@@ -194,9 +194,7 @@ class SlotPacker:
         Raises
         ------
         OSError
-            EIO: the compression failed. EINVAL: the page stays as it is, and begins as if it did
-            not (with the header of a packed page, checksum and all). It could not be told what it
-            is when it is read.
+            EIO: the compression failed.
         """
         began = thread_time()
         stored = self._pack(page, room)
@@ -223,8 +221,6 @@ class SlotPacker:
                 room[_HEADER.size : end] = np.frombuffer(made, np.uint8)
                 room[end:length] = 0
                 return room[:length]
-        if _header(page) is not None:
-            raise OSError(errno.EINVAL, "a page cannot be told from a packed one, and is refused")
         return page
 
     def unpack(self, stored: Bytes, page: Bytes) -> None:
@@ -233,7 +229,7 @@ class SlotPacker:
         Parameters
         ----------
         stored : uint8 array
-            What `pack` gave, or a slot that begins with it.
+            What `pack` gave.
         page : uint8 array, shape (slot_size,)
             Where the page goes.
 
@@ -248,13 +244,10 @@ class SlotPacker:
         self._count(unpacked_bytes=len(page), unpacking_seconds=thread_time() - began)
 
     def _unpack(self, stored: Bytes, page: Bytes) -> None:
-        header = _header(stored)
-        if header is None:
-            if len(stored) != len(page):
-                raise _corrupt(f"{len(stored)} bytes without a header")
+        if len(stored) == len(page):
             page[:] = stored
             return
-        size, length, crc = header
+        size, length, crc = _header(stored)
         body = stored[_HEADER.size : _HEADER.size + length]
         if size != len(page):
             raise _corrupt(f"it is of a page of {size} bytes, not of {len(page)}")
@@ -276,15 +269,14 @@ def _sealed(magic: bytes, size: int, length: int, crc: int) -> bytes:
     return head + zlib.crc32(head).to_bytes(4, "little")
 
 
-def _header(stored: Bytes) -> tuple[int, int, int] | None:
-    """Give bytes of the page, bytes stored and their CRC, or None where there is no header."""
-    if len(stored) < _HEADER.size:
-        return None
+def _header(stored: Bytes) -> tuple[int, int, int]:
+    """Give bytes of the page, bytes behind the header and their CRC; OSError without a header."""
     head = stored[: _HEADER.size].tobytes()
-    magic, size, length, crc, _ = _HEADER.unpack(head)
-    if magic != _MAGIC or head != _sealed(magic, size, length, crc):
-        return None
-    return size, length, crc
+    if len(head) == _HEADER.size:
+        magic, size, length, crc, _ = _HEADER.unpack(head)
+        if magic == _MAGIC and head == _sealed(magic, size, length, crc):
+            return size, length, crc
+    raise _corrupt(f"{len(stored)} bytes without a header")
 
 
 def _corrupt(why: str) -> OSError:

@@ -153,8 +153,8 @@ class PackedSlots:
             page = memory_at(address, self._slot_size)
             with self._lock:
                 length = int(self._lengths[slot])
-            packed = length != self._slot_size
-            stored = self._room()[: length or self._slot_size] if packed else page
+            packed = 0 < length < self._slot_size
+            stored = self._room()[:length] if packed else page
             read_ranges(self._fd, slot * self._slot_size, _address(stored), len(stored))
             if packed:
                 self._packer.unpack(stored, page)

@@ -79,7 +79,7 @@ class SlotIndex:
         self._recorded = np.zeros(0, np.uint64)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(path, flags, 0o600)
-        _open.add(weakref.ref(self, _open.discard))
+        _open.add(self)
         try:
             if not lock(self._fd):
                 raise _busy(path, self._fd)
@@ -138,8 +138,7 @@ class SlotIndex:
                 self._generation = max(self._generation, record.generation)
                 other = found.get(record.name)
                 if other is None or other.generation < record.generation:
-                    found[record.name] = record
-                    record, other = other, record
+                    found[record.name], record = record, other
                 if record is not None:
                     refused.append(record.slot)
         if self.torn:
@@ -156,9 +155,13 @@ class SlotIndex:
     # ------------------------------------------------------------------------------ at work
 
     def claim(self, ids: Ids) -> int:
-        """Say that slots will be written or forgotten; only the last who did may write records."""
+        """Say that slots will be written or forgotten; only the last who did may write records.
+
+        Of slots that are not there nothing is said. Does not wait for I/O.
+        """
         with self._claiming:
             self._generation += 1
+            ids = ids[ids < len(self._claims)]  # the file may have got smaller just now
             self._claims[ids] = self._generation
             return self._generation
 
@@ -284,14 +287,13 @@ class SlotIndex:
 _NOTHING = bytes(RECORD_BYTES)
 """The record of a slot that holds nothing."""
 
-_open: set[weakref.ref[SlotIndex]] = set()
+_open: weakref.WeakSet[SlotIndex] = weakref.WeakSet()
 
 
 def _forked() -> None:
     """Close the files in a forked child: it would hold the locks after its parent's death."""
-    for ref in list(_open):
-        if (index := ref()) is not None:
-            index.abandon()
+    for index in list(_open):
+        index.abandon()
 
 
 os.register_at_fork(after_in_child=_forked)

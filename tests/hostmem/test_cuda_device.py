@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import mmap
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from numpy.typing import NDArray
 
 from hostmem import ClosedError, CudaDevice, Node, machine
 from hostmem.device import DONE, CudaMemory, HostEvent, cuda
-from hostmem.device.cuda import CudaEvent
+from hostmem.device.cuda import CudaEvent, CudaStream
 from hostmem.errors import CuError, CuOOMError
 from hostmem.testing import FakeDriver, FaultPlan
 from tests.threads import Spawn, Until
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
+Twice = Callable[[CudaStream | CudaMemory, str], FaultPlan]
 
 
 class CountingLock:
@@ -35,6 +37,26 @@ class CountingLock:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+
+
+@pytest.fixture
+def close_twice_at_once(monkeypatch: pytest.MonkeyPatch, spawn: Spawn, until: Until) -> Twice:
+    """Close something on two threads, the second one while the first is in a driver's call."""
+
+    def close(what: CudaStream | CudaMemory, call: str) -> FaultPlan:
+        lock = CountingLock()
+        monkeypatch.setattr(what, "_lock", lock)
+        with FaultPlan() as plan:
+            held = plan.hold(call)
+            first = spawn(what.close)
+            held.wait_reached()
+            second = spawn(what.close)
+            until(lambda: lock.asked == 2 or second.done())
+            held.release()
+            assert first.result() is second.result() is None
+        return plan
+
+    return close
 
 
 def u64(*values: int) -> NDArray[np.uint64]:
@@ -165,21 +187,9 @@ def test_a_closed_stream_is_destroyed_once() -> None:
         assert len(plan.calls("cuStreamDestroy")) == 1
 
 
-def test_a_stream_closes_from_two_threads_at_once(
-    monkeypatch: pytest.MonkeyPatch, spawn: Spawn, until: Until
-) -> None:
-    stream = CudaDevice(0, driver=FakeDriver()).stream()
-    lock = CountingLock()
-    monkeypatch.setattr(stream, "_lock", lock)
-    with FaultPlan() as plan:
-        finishing = plan.hold("cuStreamSynchronize")
-        first = spawn(stream.close)
-        finishing.wait_reached()
-        second = spawn(stream.close)
-        until(lambda: lock.asked == 2 or second.done())
-        finishing.release()
-        assert first.result() is second.result() is None
-        assert len(plan.calls("cuStreamDestroy")) == 1
+def test_a_stream_closes_from_two_threads_at_once(close_twice_at_once: Twice) -> None:
+    plan = close_twice_at_once(CudaDevice(0, driver=FakeDriver()).stream(), "cuStreamSynchronize")
+    assert len(plan.calls("cuStreamDestroy")) == 1
 
 
 # ------------------------------------------------------------------------------- its events
@@ -333,23 +343,11 @@ def test_a_shrink_that_fails_half_way_goes_on_the_next_time() -> None:
     memory.close()
 
 
-def test_device_memory_closes_from_two_threads_at_once(
-    monkeypatch: pytest.MonkeyPatch, spawn: Spawn, until: Until
-) -> None:
+def test_device_memory_closes_from_two_threads_at_once(close_twice_at_once: Twice) -> None:
     device = device_with(16 * MIB)
-    memory = CudaMemory(device, 8 * MIB, 8 * MIB, 2 * MIB)
-    lock = CountingLock()
-    monkeypatch.setattr(memory, "_lock", lock)
-    with FaultPlan() as plan:
-        giving_back = plan.hold("cuMemUnmap")
-        first = spawn(memory.close)
-        giving_back.wait_reached()
-        second = spawn(memory.close)
-        until(lambda: lock.asked == 2 or second.done())
-        giving_back.release()
-        assert first.result() is second.result() is None
-        assert len(plan.calls("cuMemUnmap")) == 4
-        assert len(plan.calls("cuMemAddressFree")) == 1
+    plan = close_twice_at_once(CudaMemory(device, 8 * MIB, 8 * MIB, 2 * MIB), "cuMemUnmap")
+    assert len(plan.calls("cuMemUnmap")) == 4
+    assert len(plan.calls("cuMemAddressFree")) == 1
     assert device.driver.memory_info(0)[0] == 16 * MIB
 
 

@@ -42,7 +42,7 @@ ROWS: dict[str, list[set[str]]] = {
         {"records"},
         {"mover"},
         {"resizer"},
-        {"storage", "block", "windows", "events"},
+        {"storage", "arguments", "block", "windows", "events"},
         {"block_index", "block_job", "engine_pages", "leases", "ranks"},
         {"blocks"},
         {"holding", "sequence"},

@@ -276,7 +276,7 @@ class BlockModel(RuleBasedStateMachine):
     def books_balance(self) -> None:
         storage, blocks = self.storage, self.cache._index.blocks
         self.cache._check()
-        assert storage._latch.reason is None
+        assert storage.latch.reason is None
         held = {page for lease in self.leases for page in lease._pages()}
         held.update(page for fresh, _ in self.reservations for page in fresh._pages())
         for group in range(len(self.layouts)):

@@ -98,7 +98,6 @@ class BlockMachine(BlockModel):
             if not self.came(fresh):
                 fresh.cancel()
                 return
-        self.storage.wait_usable(fresh._pages())  # of host memory no event tells that
         step = self.later(run, fresh.fences)
         step.may_fail = how == "failed"
         if how == "now":
@@ -121,7 +120,6 @@ class BlockMachine(BlockModel):
         if not still_writing:
             fresh.cancel()
             return
-        self.storage.wait_usable(fresh._pages())
         slots = [(page.group, page.slot) for page in fresh._pages()]
 
         def run(_: bool) -> None:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hostmem import CpuDevice, DiskOOMError, HostEvent, StaticHostMem
+from hostmem import CpuDevice, DiskOOMError, HostEvent, OutOfPagesError, StaticHostMem
 from hostmem.testing import FaultPlan
 from kvtier import BlockCache, Page, TierStorage
 from kvtier.transfer import copier
@@ -474,6 +474,24 @@ def test_a_shrink_whose_pages_cannot_be_written_leaves_them_where_they_were(
     assert set(tiers.order(storage)[level]) == set(in_level)
     assert storage.levels[level].groups[0].slots.in_use == len(in_level)
     storage.adjust_cache_level(level, "2MiB")
+    assert all(tiers.intact(storage, page) for page in pages)
+    storage._check()
+
+
+def test_kept_pages_that_cannot_be_written_are_not_lost_to_a_shrink(tiers: Tiers) -> None:
+    storage = tiers.build(16, 0, 16, page=PAGE)
+    pages = tiers.new(storage, *range(16))
+    storage.keep(pages)
+    storage.touch(pages[:8])  # the others, whose slots would go, leave first
+    with FaultPlan() as plan:
+        plan.fail("pwritev", errno.EIO, times=None, when=covering(3, 5, size=PAGE))
+        with pytest.raises(OutOfPagesError, match=r"kept pages .* could not be moved"):
+            storage.adjust_cache_level(0, "2MiB")
+    assert storage.levels[0].groups[0].slots.limit == 16
+    assert sum(page.level for page in pages) == 6  # of eight
+    assert all(tiers.intact(storage, page) for page in pages)
+    storage._check()
+    storage.adjust_cache_level(0, "2MiB")
     assert all(tiers.intact(storage, page) for page in pages)
     storage._check()
 

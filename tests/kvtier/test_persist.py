@@ -297,6 +297,24 @@ def test_a_slot_stays_forgotten_if_what_comes_next_never_comes(kit: Kit) -> None
 # ------------------------------------------------------------------------------ sizes and room
 
 
+def test_slots_are_forgotten_while_the_file_gets_smaller(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = kit.open()._index
+    assert index is not None
+    kit.write({2: b"two", 3: b"three", 9: b"nine"})
+    resize = index.resize
+
+    def resized(slots: int) -> None:
+        resize(slots)
+        kit.forget(2, 9)  # by a thread that knows of no change yet
+
+    monkeypatch.setattr(index, "resize", resized)
+    kit.file.resize(4)
+    kit.open(slots=4)
+    assert kit.came_back() == {3: b"three"}
+
+
 def test_slots_beyond_a_smaller_size_are_gone(kit: Kit) -> None:
     kit.open()
     kit.write({2: b"two", 8: b"eight"})

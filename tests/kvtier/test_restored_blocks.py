@@ -267,3 +267,26 @@ def test_a_process_that_is_killed_leaves_right_bytes_or_none(tmp_path: Path, see
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])  # where the killed process finds this module
+
+
+def test_a_dropped_block_does_not_come_back_though_it_was_computed_again(tmp_path: Path) -> None:
+    with Model(config(tmp_path)) as model:
+        for prompt in range(16):
+            model.serve(prompt)  # 0 to 7 are on disk by now
+        keys = chain_keys(list(range(4 * T)), T)
+        with model.cache.reserve([None] * 4) as fresh:
+            fresh.wait()
+            pages = [fresh.slots()]
+            model.engine.write(list(range(4 * T)), pages).synchronize()
+            fresh.commit(keys=keys)  # takes the place of the pages on disk
+    with Model(config(tmp_path)) as model:
+        assert model.serve(0) == 4  # whose bytes are there still
+        model.cache.drop(keys)
+    with Model(config(tmp_path)) as model:
+        assert model.serve(0) == 0
+        assert model.serve(1) == 4
+        with model.cache.reserve([None] * 4) as fresh:
+            fresh.commit(keys=chain_keys([1000 + n for n in range(4 * T)], T))
+        model.cache.drop(chain_keys([1000 + n for n in range(4 * T)], T))
+    with Model(config(tmp_path)) as model:
+        assert model.serve(1) == 0

@@ -339,6 +339,22 @@ def test_a_failed_step_is_no_reason_to_keep_its_slots(build: Build) -> None:
         sequence.wait()
 
 
+def test_fences_that_have_finished_are_not_gathered_by_who_only_waits(
+    build: Build, gate: Callable[[], Gate]
+) -> None:
+    engine, step = build(), gate()
+    with engine.manager.create_sequence() as other:
+        other.grow(SLOTS * T)
+        other.commit((), step)
+    with engine.manager.create_sequence() as sequence:
+        sequence.grow(T)
+        assert len(sequence._fences) == 1
+        step.set()
+        sequence.wait()
+        sequence.grow(2 * T)
+        assert sequence._fences == []
+
+
 # --------------------------------------------------------------------------------- failures
 
 

@@ -549,7 +549,7 @@ class StorageMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         storage = self.storage
         storage._check()
-        assert storage._latch.reason is None
+        assert storage.latch.reason is None
         assert storage._mover.pages_dropped == self.dropped
         assert [level.quota for level in storage.levels] == self.quotas
         held = {name: use.pages for name, use in storage._meter.activity().levels.items()}

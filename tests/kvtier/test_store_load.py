@@ -467,10 +467,10 @@ def test_blocks_of_a_step_that_failed_are_never_served(
         assert isinstance(job.error, RuntimeError)
         assert repr(job) == f"<BlockJob of {len(keys)} blocks, failed>"
         assert isinstance(job.event.error, RuntimeError)
-    assert engine.cache.match([0, 1]) == 0 or len(engine.cache.acquire([0, 1])) == 0
+    assert len(engine.cache.acquire([0, 1])) == 0
     with pytest.raises(KeyError):
         engine.cache.load([0], [0])
-    assert engine.storage.stats().levels["host"].used in (0, 2)
+    assert engine.storage.stats().levels["host"].used == 0
     assert engine.store(0, 1).keys == [0, 1]
     engine.assert_loads(0, 1)
 

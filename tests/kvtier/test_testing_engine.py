@@ -441,10 +441,12 @@ def test_several_threads_take_turns(make: Callable[..., Bench], spawn: Spawn) ->
 # ------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("pages", [[8], [[0], [8]]])
-def test_a_page_that_there_is_not_is_refused(make: Callable[..., Bench], pages: Any) -> None:
+@pytest.mark.parametrize(("pages", "odd"), [([8], 8), ([[0], [8]], 8), ([[-1], [-2]], -2)])
+def test_a_page_that_there_is_not_is_refused(
+    make: Callable[..., Bench], pages: Any, odd: int
+) -> None:
     engine = make(plan(1024, windowed=1)).engine
-    with pytest.raises(ValueError, match=r"pages: 8 of pool group \d, which has 8"):
+    with pytest.raises(ValueError, match=rf"pages: {odd} of pool group \d, which has 8"):
         engine.write(sequence(TOKENS), pages)
 
 

@@ -1,10 +1,15 @@
-"""The fake engine over real tiers: every byte of every layer, down to the disk and up again."""
+"""The fake engine over real tiers: every byte of every layer, down to the disk and up again.
+
+Its pages are the hot slots of a storage, or its own, which are stored and loaded.
+"""
 
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +22,8 @@ from kvtier import (
     AttentionLayerConfig,
     BlockCache,
     BufferConfig,
+    DiskCacheTierConfig,
+    EnginePages,
     GpuCacheTierConfig,
     HostCacheTierConfig,
     KVCacheManagerConfig,
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
     from tests.kvtier.conftest import Tiers
 
 TOKENS = 16
+PAGES = 300  # of an engine that has its own
 # Two pool groups, the first with two pools; 5,096 and 2,048 bytes a block.
 LAYERS = [
     AttentionLayerConfig(0, [BufferConfig("key", 1024), BufferConfig("value", 1024)]),
@@ -157,3 +165,39 @@ def test_a_hot_level_that_grows_has_pages_that_can_be_used(tiers: Tiers) -> None
         engine.write(tokens, range(8)).synchronize()
         engine.verify(tokens, range(8))
         storage.adjust_cache_level(0, "2MiB")  # the engine keeps no view of it
+
+
+# ------------------------------------------------------------------------- pages of its own
+
+
+@pytest.mark.parametrize("padding", [0, 4096])
+def test_blocks_are_stored_and_loaded_into_other_pages(
+    tmp_path: Path, device: Device, padding: int
+) -> None:
+    tiers = [HostCacheTierConfig("4MiB", "4MiB"), DiskCacheTierConfig("8MiB", tmp_path, "8MiB")]
+    config = KVCacheManagerConfig(TOKENS, tiers, LAYERS)
+    with (
+        TierStorage(config, device=device) as storage,
+        FakeEngine.with_pages(storage.plan, PAGES, device=device, padding=padding) as engine,
+    ):
+        pages_of_engine = EnginePages(storage, engine.buffers, PAGES)
+        cache: BlockCache[bytes] = BlockCache(storage, engine=pages_of_engine)
+        homes = itertools.cycle(range(PAGES))
+        hits = 0
+        for tokens in prompts(1, 120, users=8, document_percent=0):
+            keys = chain_keys(tokens, TOKENS)
+            whole = tokens[: len(keys) * TOKENS]
+            pages = np.array([next(homes) for _ in keys], np.int32)
+            engine.scrub(pages)  # what is verified was brought here
+            found = cache.match(keys)
+            hits += found
+            job = cache.load(keys[:found], pages[:found])
+            if found:
+                engine.verify(whole[: found * TOKENS], pages[:found], after=[job.event])
+            ready = engine.write(whole, pages, start=found * TOKENS, after=[job.event])
+            cache.store(keys[found:], pages[found:], ready=ready).wait(30)
+        assert hits > 3000
+        moved = storage.stats().bytes_moved
+        pairs = ("engine->host", "host->disk", "disk->host", "host->engine")
+        assert min(moved[pair] for pair in pairs) > 4 << 20
+        cache._check()
