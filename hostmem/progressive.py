@@ -589,7 +589,10 @@ class HostMem(Closable):
         """Return a numpy array over bytes of this memory, once they are usable.
 
         The array and whatever is made from it (slices, memoryviews, tensors) keep the memory: while
-        one lives, `close` and a `resize` that would take its bytes raise `BufferError`.
+        one lives, `close` and a `resize` that would take its bytes raise `BufferError`. A consumer
+        of DLPack gets it labelled kDLCPU, or as pinned memory (kDLCUDAHost) where it asks for
+        ``dl_device=(3, 0)``; that is a `BufferError` unless one registration with a GPU's driver
+        holds all the bytes. The label is of that moment.
 
         Parameters
         ----------
@@ -609,7 +612,8 @@ class HostMem(Closable):
         Returns
         -------
         numpy.ndarray
-            Writable.
+            Writable; of a subclass, whose slices can be exported as pinned memory, too. Results of
+            arithmetic are plain arrays.
 
         Raises
         ------
@@ -632,10 +636,13 @@ class HostMem(Closable):
                     # Still so, and counted before a resize, release or close can look.
                     if one_registration and start < end:
                         self._refuse_boundary(start, end)
-                    data = core.views.make(self, self.address, start, end - start)
+                    data = core.views.make(self, start, end - start)
                     break
         array: NDArray[Any] = data.view(dtype)
         return array if shape is None else array.reshape(shape)
+
+    def _registered_at(self, offset: int) -> tuple[int, int] | None:
+        return self._core.registrations.registered.at(offset)
 
     def _refuse_boundary(self, start: int, end: int) -> None:
         boundary = self.boundary_after(start)

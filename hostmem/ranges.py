@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
@@ -79,6 +80,11 @@ class RangeTable:
             self._snapshot = None
         return end - start
 
+    def discard(self, start: int) -> None:
+        """Remove the range that begins at ``start``, if one does."""
+        with contextlib.suppress(KeyError):
+            self.remove(start)
+
     def at(self, value: int) -> tuple[int, int] | None:
         """Return the (start, nbytes) of the range that holds ``value``, or None."""
         with self._lock:
@@ -112,6 +118,18 @@ class RangeTable:
         # Ranges do not overlap: what ends in the one that it begins in ends before that does.
         leaves = inside & (starts + sizes > snapshot[1][index])
         return int(leaves.argmax()) if leaves.any() else None
+
+    def covers(self, starts: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Tell of each given range whether all of it is in the table; ranges there may touch."""
+        firsts, ends = self._arrays()
+        if len(firsts) > 1:  # those that touch are one
+            apart = firsts[1:] != ends[:-1]
+            firsts, ends = firsts[np.append(True, apart)], ends[np.append(apart, True)]
+        index = _index(starts, firsts, ends)
+        inside: NDArray[np.bool_] = index >= 0
+        if inside.any():
+            inside &= starts + sizes <= ends[index]
+        return inside
 
     def _arrays(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         snapshot = self._snapshot

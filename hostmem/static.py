@@ -148,9 +148,12 @@ class StaticHostMem(Closable):
         with self._core.lock:
             if self._core.closed:
                 raise ClosedError("the memory was closed")
-            data = self._views.make(self, self.address, offset, nbytes)
+            data = self._views.make(self, offset, nbytes)
         array: NDArray[Any] = data.view(dtype)
         return array if shape is None else array.reshape(shape)
+
+    def _registered_at(self, offset: int) -> tuple[int, int] | None:
+        return None if self._core.closed else (0, self.nbytes)
 
     def close(self) -> None:
         """Unregister and give the memory back. Idempotent; BufferError under a live view."""

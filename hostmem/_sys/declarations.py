@@ -97,6 +97,7 @@ CUDA = (
         typedef unsigned long long CUdeviceptr;
         typedef struct CUctx_st *CUcontext;
         typedef struct CUstream_st *CUstream;
+        typedef struct CUfunc_st *CUfunction;
         """,
     ),
     Section(
@@ -123,6 +124,8 @@ typedef int (*host_register_t)(void *, size_t, unsigned int);
 typedef int (*host_unregister_t)(void *);
 typedef int (*host_device_pointer_t)(CUdeviceptr *, void *, unsigned int);
 typedef int (*copy_async_t)(CUdeviceptr, CUdeviceptr, size_t, CUstream);
+typedef int (*launch_t)(CUfunction, unsigned int, unsigned int, unsigned int, unsigned int,
+                        unsigned int, unsigned int, unsigned int, CUstream, void **, void **);
 typedef int (*copy_batch_12080_t)(CUdeviceptr *, CUdeviceptr *, size_t *, size_t,
                                   batch_attributes_t *, size_t *, size_t, size_t *, CUstream);
 typedef int (*copy_batch_13000_t)(CUdeviceptr *, CUdeviceptr *, size_t *, size_t,

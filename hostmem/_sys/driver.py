@@ -16,7 +16,7 @@ import enum
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -34,6 +34,7 @@ __all__ = [
     "Driver",
     "DriverAttribute",
     "Result",
+    "harmless_after_shutdown",
     "load_driver",
     "refuse",
     "stand_in",
@@ -82,6 +83,7 @@ PAGEABLE_ACCESS = DriverAttribute("pageable memory access", 88)
 HOST_PAGE_TABLES = DriverAttribute("uses the host's page tables", 100)
 HOST_POINTERS = DriverAttribute("host pointers of registered memory are device pointers", 91)
 HOST_REGISTER = DriverAttribute("host registration supported", 99)
+MULTIPROCESSORS = DriverAttribute("multiprocessors", 16)
 
 
 class _Entry(NamedTuple):
@@ -99,6 +101,7 @@ _ENTRIES = {
     "unregister": _Entry("cuMemHostUnregister", 4000, "host_unregister_t"),
     "device_pointer": _Entry("cuMemHostGetDevicePointer", 3020, "host_device_pointer_t"),
     "copy": _Entry("cuMemcpyAsync", 4000, "copy_async_t"),
+    "launch": _Entry("cuLaunchKernel", 4000, "launch_t"),
     "batch_12080": _Entry("cuMemcpyBatchAsync", 12080, "copy_batch_12080_t"),
     "batch_13000": _Entry("cuMemcpyBatchAsync", 13000, "copy_batch_13000_t"),
 }
@@ -132,6 +135,17 @@ class Driver(Protocol):
         stream: int,
     ) -> None: ...
 
+    def kernel(self, ordinal: int, program: str, name: str) -> int: ...
+    def launch(
+        self,
+        ordinal: int,
+        kernel: int,
+        blocks: int,
+        threads: int,
+        arguments: Sequence[int],
+        stream: int,
+    ) -> None: ...
+
     def stream_create(self, ordinal: int) -> int: ...
     def stream_destroy(self, ordinal: int, stream: int) -> None: ...
     def stream_synchronize(self, ordinal: int, stream: int) -> None: ...
@@ -160,6 +174,16 @@ def refuse(code: int, call: str, detail: str = "") -> NoReturn:
     """Raise what the driver would have answered, for those that play it."""
     names = {int(result): f"CUDA_ERROR_{result.name}" for result in Result}
     raise_cu_error(int(code), names.get(code, "UNKNOWN"), call, detail)
+
+
+@contextlib.contextmanager
+def harmless_after_shutdown() -> Iterator[None]:
+    """Give something back to a driver that, once it has shut down, did that itself."""
+    try:
+        yield
+    except CuError as error:
+        if error.code != Result.DEINITIALIZED:
+            raise
 
 
 def stand_in(call: str, *args: int, detail: str = "") -> None:
@@ -350,7 +374,10 @@ class CudaDriver:
         if count == 0:
             return
         detail = f"{count} copies, {int(sizes.sum())} bytes, on device {ordinal}"
+        batch = True
         code = intercept("cuMemcpyBatchAsync", count)
+        if not stream:
+            code = Result.INVALID_VALUE  # the legacy stream, which single copies would take
         if not code:
             with self._current(ordinal):
                 queue = ffi.cast("CUstream", stream)
@@ -423,6 +450,35 @@ class CudaDriver:
             if code:
                 return code
         return Result.SUCCESS
+
+    # ------------------------------------------------------------------------ kernels
+
+    def kernel(self, ordinal: int, program: str, name: str) -> int:
+        """Load a kernel of a program in PTX, which the driver compiles; it stays loaded."""
+        with self._current(ordinal):
+            module = self._ask("cuModuleLoadData", program.encode())
+            return int(self._ask("cuModuleGetFunction", module, name.encode()))
+
+    def launch(
+        self,
+        ordinal: int,
+        kernel: int,
+        blocks: int,
+        threads: int,
+        arguments: Sequence[int],
+        stream: int,
+    ) -> None:
+        """Submit a run of a kernel, all of whose parameters are 64-bit integers."""
+        values = ffi.new("uint64_t[]", list(arguments))
+        pointers = ffi.new("void *[]", [values + at for at in range(len(arguments))])
+        function, queue = ffi.cast("CUfunction", kernel), ffi.cast("CUstream", stream)
+        code = intercept("cuLaunchKernel", blocks)
+        if not code:
+            with self._current(ordinal):
+                code = self._entry["launch"](
+                    function, blocks, 1, 1, threads, 1, 1, 0, queue, pointers, ffi.NULL
+                )
+        self._check(code, "cuLaunchKernel", f"{blocks} blocks on device {ordinal}")
 
     # ---------------------------------------------------------------- streams, events
 

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hostmem._sys.driver import HOST_NUMA_ID, HOST_POINTERS, Driver, Result, load_driver
+from hostmem._sys.driver import (
+    HOST_NUMA_ID,
+    HOST_POINTERS,
+    Driver,
+    harmless_after_shutdown,
+    load_driver,
+)
 from hostmem.device.aliases import Aliases
 from hostmem.device.base import Device, Stream
+from hostmem.device.copy_choice import CopyChoice
+from hostmem.device.copy_kernel import CopyQueue
 from hostmem.device.events import Event
+from hostmem.device.pinned import PinnedRanges
 from hostmem.errors import CuError
 from hostmem.machine import machine, node_of_pci_device
+from hostmem.ranges import RangeTable
 from hostmem.turns import NO_TURNS, driver_library, turns_for
+from hostmem.units import parse_size
 
 _POLL = 0.0005  # seconds
+_BLOCKS = 32  # with more, the copy kernel is no faster
 
-__all__ = ["CudaDevice", "CudaEvent", "CudaStream", "harmless_after_shutdown"]
-
-
-@contextlib.contextmanager
-def harmless_after_shutdown() -> Iterator[None]:
-    """Give something back to a driver that, once it has shut down, did that itself."""
-    try:
-        yield
-    except CuError as error:
-        if error.code != Result.DEINITIALIZED:
-            raise
+__all__ = ["CudaDevice", "CudaEvent", "CudaStream"]
 
 
 class CudaDevice(Device):
@@ -44,19 +45,44 @@ class CudaDevice(Device):
         As the driver numbers the visible devices.
     driver : optional
         The driver to use; the process's own where omitted.
+    copy_kernel : int or str, optional
+        Bytes (or a size such as ``"64KiB"``) of the largest copies that go through the copy
+        kernel, 0 for none. By default the environment variable ``HOSTMEM_COPY_KERNEL``, and where
+        that is not set, the sizes at which it is faster than the copy engines: they are measured
+        when the first batch of small copies comes, which takes about 0.1 s.
+    copy_blocks : int, optional
+        Blocks of 256 threads that the kernel takes at most, of the GPU's multiprocessors; by
+        default the environment variable ``HOSTMEM_COPY_BLOCKS``, or 32.
 
     Raises
     ------
     CuError
         No driver.
     ValueError
-        No such device.
+        No such device, no such size, no blocks.
+
+    Attributes
+    ----------
+    registered : RangeTable
+        Host memory that is registered through this object.
+    memory : RangeTable
+        Memory of the GPU that is known to be there.
+    copies : CopyChoice, or None
+        What goes through the copy kernel; None where it cannot be used.
     """
 
     kind = "cuda"
     stalls = True
 
-    def __init__(self, ordinal: int, driver: Driver | None = None) -> None:
+    def __init__(
+        self,
+        ordinal: int,
+        driver: Driver | None = None,
+        *,
+        copy_kernel: int | str | None = None,
+        copy_blocks: int | None = None,
+    ) -> None:
+        self._largest, self._blocks = _largest(copy_kernel), _blocks(copy_blocks)
         self.driver: Driver = load_driver() if driver is None else driver
         count = self.driver.device_count()
         if not 0 <= ordinal < count:
@@ -65,6 +91,8 @@ class CudaDevice(Device):
         self.name = f"cuda:{ordinal} {self.driver.device_name(ordinal)}"
         self.turns = turns_for(driver_library()) if driver is None else NO_TURNS
         self._idle_events: list[int] = []
+        self.registered = PinnedRanges()
+        self.memory = RangeTable()
 
     @cached_property
     def numa_nodes_found(self) -> dict[str, int | None]:
@@ -100,17 +128,26 @@ class CudaDevice(Device):
             one_name = 1  # the driver is older than the attribute
         return None if one_name else Aliases()
 
+    @cached_property
+    def copies(self) -> CopyChoice | None:
+        """What goes through the copy kernel; None where it cannot use the addresses it is given."""
+        if self.aliases is not None or self._largest == 0:
+            return None
+        return CopyChoice(self, self._largest, self._blocks)
+
     def register(self, address: int, nbytes: int) -> None:
         self.driver.host_register(self.ordinal, address, nbytes)
-        if self.aliases is not None:
-            try:
+        try:
+            if self.aliases is not None:
                 alias = self.driver.host_device_pointer(self.ordinal, address)
-            except BaseException:
-                self.driver.host_unregister(self.ordinal, address)
-                raise
-            self.aliases.add(address, nbytes, alias)
+                self.aliases.add(address, nbytes, alias)
+            self.registered.add(address, nbytes)
+        except BaseException:
+            self.driver.host_unregister(self.ordinal, address)
+            raise
 
     def unregister(self, address: int) -> None:
+        self.registered.discard(address)
         with harmless_after_shutdown():
             self.driver.host_unregister(self.ordinal, address)
         if self.aliases is not None:
@@ -118,6 +155,10 @@ class CudaDevice(Device):
 
     def stream(self) -> CudaStream:
         return CudaStream(self)
+
+    def event(self, stream: int) -> CudaEvent:
+        """Record an event on a stream of the driver's."""
+        return CudaEvent(self, stream)
 
     def take_event(self) -> int:
         """Take a driver event from the pool of idle ones, or make one."""
@@ -202,7 +243,10 @@ class CudaStream(Stream):
         self._device = device
         self.handle = device.driver.stream_create(device.ordinal)
         self._lock = threading.RLock()  # the collector may run anybody's code inside
-        self._close = weakref.finalize(self, _destroy, device.driver, device.ordinal, self.handle)
+        self._queues: list[CopyQueue] = []  # of the copy kernel: none before it is needed, then one
+        self._close = weakref.finalize(
+            self, _destroy, device, self.handle, self._queues, os.getpid()
+        )
         self._close.atexit = False
 
     def copy(
@@ -214,7 +258,30 @@ class CudaStream(Stream):
         device = self._device
         if device.aliases is not None:
             destinations, sources = device.aliases.of(destinations), device.aliases.of(sources)
+        by_kernel = None
+        if device.copies is not None:
+            by_kernel = device.copies.by_kernel(destinations, sources, sizes)
+        if by_kernel is not None and (queue := self._queue()) is not None:
+            every = by_kernel.all()
+            chosen = slice(None) if every else by_kernel
+            queue.submit(destinations[chosen], sources[chosen], sizes[chosen])
+            if every:
+                return
+            rest = ~by_kernel
+            destinations, sources, sizes = destinations[rest], sources[rest], sizes[rest]
         device.driver.copy_batch(device.ordinal, destinations, sources, sizes, self.handle)
+
+    def _queue(self) -> CopyQueue | None:
+        """Return what feeds the copy kernel here; None where there is no memory for it."""
+        with self._lock:
+            if not self._close.alive:
+                raise ValueError("the stream is closed")
+            if not self._queues and self._device.copies is not None:
+                queue = self._device.copies.queue(self.handle)
+                if queue is None:
+                    return None
+                self._queues.append(queue)
+            return self._queues[0]
 
     def wait(self, event: Event) -> None:
         if isinstance(event, CudaEvent):
@@ -235,6 +302,36 @@ class CudaStream(Stream):
                 self._close()
 
 
-def _destroy(driver: Driver, ordinal: int, stream: int) -> None:
+def _destroy(device: CudaDevice, stream: int, queues: list[CopyQueue], pid: int) -> None:
+    if pid != os.getpid():
+        return  # a forked child's copy of what the parent has
+    driver = device.driver
     with harmless_after_shutdown():
-        driver.stream_destroy(ordinal, stream)
+        if queues:  # the GPU may still read what they hold
+            driver.stream_synchronize(device.ordinal, stream)
+        for queue in queues:
+            queue.close()
+        driver.stream_destroy(device.ordinal, stream)
+
+
+def _largest(given: int | str | None) -> int | None:
+    setting = os.environ.get("HOSTMEM_COPY_KERNEL") if given is None else given
+    name = "HOSTMEM_COPY_KERNEL" if given is None else "copy_kernel"
+    if setting is None:
+        return None
+    nbytes = 0 if setting == "0" else parse_size(setting, name)
+    if nbytes < 0:
+        raise ValueError(f"{name}: {setting!r} is negative")
+    return nbytes
+
+
+def _blocks(given: int | None) -> int:
+    setting = os.environ.get("HOSTMEM_COPY_BLOCKS", _BLOCKS) if given is None else given
+    name = "HOSTMEM_COPY_BLOCKS" if given is None else "copy_blocks"
+    try:
+        blocks = int(setting)
+    except ValueError:
+        blocks = 0
+    if blocks < 1:
+        raise ValueError(f"{name}: {setting!r}; give the number of blocks, 1 or more")
+    return blocks

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from typing import TYPE_CHECKING
 
-from hostmem.device.cuda import CudaDevice, harmless_after_shutdown
+from hostmem._sys.driver import harmless_after_shutdown
 from hostmem.errors import ClosedError
 from hostmem.units import align_up, format_size
+
+if TYPE_CHECKING:
+    from hostmem.device.cuda import CudaDevice
 
 __all__ = ["CudaMemory"]
 
@@ -78,14 +82,19 @@ class CudaMemory:
             for offset in range(self._mapped, target, self._unit):
                 address = self.address + offset
                 driver.memory_map(ordinal, address, self._unit)
-                undo.callback(driver.memory_unmap, ordinal, address, self._unit)
+                undo.callback(self._unmap, address)
+                self._device.memory.add(address, self._unit)
             undo.pop_all()
         self._mapped = max(self._mapped, target)
         while self._mapped > target:
             last = self._mapped - self._unit
-            driver.memory_unmap(ordinal, self.address + last, self._unit)
+            self._unmap(self.address + last)
             self._mapped = last
         self.size = size
+
+    def _unmap(self, address: int) -> None:
+        self._device.memory.discard(address)
+        self._device.driver.memory_unmap(self._device.ordinal, address, self._unit)
 
     def close(self) -> None:
         """Give all memory and the address range back. Idempotent; work in flight must be over."""

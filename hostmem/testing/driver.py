@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hostmem._sys import linux
+from hostmem._sys import copy_pages, linux
 from hostmem._sys.driver import (
     HOST_NUMA_ID,
     HOST_PAGE_TABLES,
     HOST_POINTERS,
     HOST_REGISTER,
+    MULTIPROCESSORS,
     PAGEABLE_ACCESS,
     DriverAttribute,
     Result,
@@ -31,7 +33,13 @@ __all__ = ["FakeDriver"]
 
 _GRANULARITY = 2 << 20
 _ALIAS_SHIFT = 1 << 46  # where the device has host memory, if it does not have it where it is
-_ATTRIBUTES = {PAGEABLE_ACCESS: 0, HOST_PAGE_TABLES: 0, HOST_POINTERS: 1, HOST_REGISTER: 1}
+_ATTRIBUTES = {
+    PAGEABLE_ACCESS: 0,
+    HOST_PAGE_TABLES: 0,
+    HOST_POINTERS: 1,
+    HOST_REGISTER: 1,
+    MULTIPROCESSORS: 132,
+}
 
 
 class FakeDriver:
@@ -57,6 +65,9 @@ class FakeDriver:
         A registration of ``ceiling`` bytes or more is answered with the ``CUresult`` ``refusal``.
         The real driver's tables end at 512 GiB; Linux 6.11 to 6.13 say INVALID_VALUE at 2 GiB; a
         ceiling of 0 refuses every one.
+    kernels : bool
+        Whether it plays the copy kernel, which it knows by its name; otherwise programs are
+        answered with NOT_SUPPORTED, and all copies go through the copy engines.
 
     Attributes
     ----------
@@ -75,6 +86,7 @@ class FakeDriver:
         memory: int = 16 << 30,
         ceiling: int = 512 << 30,
         refusal: int = Result.OUT_OF_MEMORY,
+        kernels: bool = False,
     ) -> None:
         self.registered = PinnedRanges()
         self._count = device_count
@@ -86,6 +98,7 @@ class FakeDriver:
         self._memory = memory
         self._ceiling = ceiling
         self._refusal = refusal
+        self._kernels = kernels
         self._handles = itertools.count(0x1000, 0x10)
         self._streams: dict[int, CpuStream] = {}
         self._events: dict[int, Event] = {}  # what each stands for since it was last recorded
@@ -93,6 +106,7 @@ class FakeDriver:
         self._mapped = RangeTable()
         self._taken = [0] * device_count
         self._shut_down = False
+        self._lost = False  # to a kernel that read or wrote what is not there
 
     def deinitialize(self) -> None:
         """Shut down as at the end of a process: every later call answers DEINITIALIZED."""
@@ -106,6 +120,8 @@ class FakeDriver:
     def _check(self, call: str, ordinal: int | None) -> None:
         if self._shut_down:
             refuse(Result.DEINITIALIZED, call)
+        if self._lost:
+            refuse(Result.ILLEGAL_ADDRESS, call, "a kernel failed before")
         if ordinal is not None and not 0 <= ordinal < self._count:
             refuse(Result.INVALID_DEVICE, call, f"device {ordinal} of {self._count}")
 
@@ -206,6 +222,50 @@ class FakeDriver:
         destinations, sources = self._host_addresses(destinations), self._host_addresses(sources)
         self._stream(call, stream).copy(destinations, sources, sizes)  # past the plan there
 
+    # ------------------------------------------------------------------------ kernels
+
+    def kernel(self, ordinal: int, program: str, name: str) -> int:
+        """Load the copy kernel, if the fake plays it."""
+        self._begin("cuModuleLoadData", ordinal=ordinal)
+        if not self._kernels or (program, name) != (copy_pages.PROGRAM, copy_pages.NAME):
+            refuse(Result.NOT_SUPPORTED, "cuModuleLoadData", "the fake driver runs no programs")
+        self._begin("cuModuleGetFunction", ordinal=ordinal)
+        return next(self._handles)
+
+    def launch(
+        self,
+        ordinal: int,
+        kernel: int,
+        blocks: int,
+        threads: int,
+        arguments: Sequence[int],
+        stream: int,
+    ) -> None:
+        """Submit a run of the copy kernel; one that leaves the memory there is loses the device."""
+        self._begin("cuLaunchKernel", blocks, ordinal=ordinal)
+        if blocks < 1 or threads != copy_pages.THREADS:
+            refuse(Result.INVALID_VALUE, "cuLaunchKernel", f"{blocks} blocks of {threads} threads")
+        table, rows, pieces = arguments
+        run = partial(self._copy_pages, table, rows, pieces)
+        self._stream("cuLaunchKernel", stream).call(run)
+
+    def _copy_pages(self, table: int, rows: int, pieces: int) -> None:
+        row, nbytes = np.array([table], np.uint64), np.array([rows * copy_pages.ROW], np.uint64)
+        self._check_reach(row, nbytes)
+        read = np.frombuffer(linux.buffer(table, rows * copy_pages.ROW), np.uint64)
+        to, source, sizes, _ = read.reshape(rows, -1).T.copy()
+        sizes = np.minimum(sizes, np.uint64(pieces * copy_pages.PIECE))  # as far as it reads
+        for addresses in (to, source):
+            self._check_reach(addresses, sizes)
+        linux.copy_one_by_one(to, source, sizes)
+
+    def _check_reach(self, addresses: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> None:
+        """Refuse what is neither the device's memory nor registered, or not aligned."""
+        there = self.registered.covers(addresses, sizes) | self._mapped.covers(addresses, sizes)
+        if not there.all() or ((addresses | sizes) % np.uint64(copy_pages.GRAIN)).any():
+            self._lost = True
+            refuse(Result.ILLEGAL_ADDRESS, "cuLaunchKernel", "the copy kernel")
+
     # ---------------------------------------------------------------- streams, events
 
     def _stream(self, call: str, handle: int) -> CpuStream:
@@ -234,7 +294,7 @@ class FakeDriver:
     def stream_synchronize(self, ordinal: int, stream: int) -> None:
         """Wait for a stream's work."""
         self._begin("cuStreamSynchronize", ordinal=ordinal)
-        _finish("cuStreamSynchronize", self._stream("cuStreamSynchronize", stream).record())
+        self._finish("cuStreamSynchronize", self._stream("cuStreamSynchronize", stream).record())
 
     def stream_wait_event(self, ordinal: int, stream: int, event: int) -> None:
         """Make later work of a stream wait for what an event stands for now."""
@@ -266,14 +326,21 @@ class FakeDriver:
         self._begin("cuEventQuery", ordinal=ordinal)
         work = self._event("cuEventQuery", event)
         if work.query():
-            _finish("cuEventQuery", work)
+            self._finish("cuEventQuery", work)
             return True
         return False
 
     def event_synchronize(self, ordinal: int, event: int) -> None:
         """Wait for an event."""
         self._begin("cuEventSynchronize", ordinal=ordinal)
-        _finish("cuEventSynchronize", self._event("cuEventSynchronize", event))
+        self._finish("cuEventSynchronize", self._event("cuEventSynchronize", event))
+
+    def _finish(self, call: str, event: Event) -> None:
+        try:
+            event.synchronize()
+        except OSError as error:
+            refuse(Result.ILLEGAL_ADDRESS, call, str(error))
+        self._check(call, None)  # a kernel may have failed in the meantime
 
     # ------------------------------------------------- device memory: virtual memory management
 
@@ -328,13 +395,6 @@ class FakeDriver:
         linux.deny(address, nbytes)
         self._mapped.remove(address)
         self._taken[ordinal] -= nbytes
-
-
-def _finish(call: str, event: Event) -> None:
-    try:
-        event.synchronize()
-    except OSError as error:
-        refuse(Result.ILLEGAL_ADDRESS, call, str(error))
 
 
 def _whole_granules(call: str, address: int, nbytes: int) -> None:

@@ -44,7 +44,8 @@ def nothing_is_left(cpu: CpuDevice) -> Iterator[None]:
 
 @pytest.fixture
 def child(tmp_path: Path) -> Child:
-    where = str(Path(hostmem.__file__).parents[1])
+    already = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # the packages that we need, too
+    where = os.pathsep.join([str(Path(hostmem.__file__).parents[1]), *filter(None, already)])
 
     def run(code: str, *options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -10,6 +10,7 @@ import itertools
 import mmap
 import threading
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from numpy.typing import NDArray
 
 from hostmem import CudaDevice
 from hostmem._sys import linux
-from hostmem._sys.driver import CudaDriver, Driver, load_driver
+from hostmem._sys.driver import HOST_POINTERS, CudaDriver, Driver, load_driver
 from hostmem.device import CudaMemory, Stream
-from hostmem.device.cuda import CudaEvent
+from hostmem.device.cuda import CudaEvent, CudaStream
 from hostmem.errors import CuError, CuOOMError, HostmemError
 from hostmem.testing import FakeDriver, FaultPlan
 
@@ -30,22 +31,42 @@ pytestmark = pytest.mark.timeout(60, method="thread")
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = mmap.PAGESIZE
 
-INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED, NOT_REGISTERED = 1, 2, 712, 713
+INVALID_VALUE, OUT_OF_MEMORY = 1, 2
+ALREADY_REGISTERED, NOT_REGISTERED, NOT_SUPPORTED = 712, 713, 801
 
 Bytes = NDArray[np.uint8]
 Allocate = Callable[[int], CudaMemory]
 
 
-@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.gpu)])
+@lru_cache
+def real(batch_version: int) -> CudaDriver:
+    return CudaDriver(batch_version)
+
+
+DRIVERS: dict[str, Callable[[], Driver]] = {
+    "fake": FakeDriver,
+    "fake, another name for host memory": lambda: FakeDriver(attributes={HOST_POINTERS: 0}),
+    "real": load_driver,
+    "real, as of CUDA 12.8": lambda: real(12080),
+    "real, without the batch call": lambda: real(0),
+}
+
+
+def each_driver() -> list[Any]:
+    gpu = pytest.mark.gpu
+    return [pytest.param(d, marks=[gpu] if "real" in d else []) for d in DRIVERS]
+
+
+@pytest.fixture(params=each_driver())
 def device(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
-    driver: Driver = FakeDriver() if request.param == "fake" else load_driver()
+    driver = DRIVERS[request.param]()
     yield CudaDevice(0, driver=driver)
     if isinstance(driver, FakeDriver):
         assert list(driver.registered) == [], "the test left memory registered"
 
 
 @pytest.fixture
-def stream(device: CudaDevice) -> Iterator[Stream]:
+def stream(device: CudaDevice) -> Iterator[CudaStream]:
     made = device.stream()
     yield made
     made.close()
@@ -145,6 +166,25 @@ def test_neighbours_may_share_a_page(device: CudaDevice, stream: Stream) -> None
         copy(stream, address_of(result), address + middle, PAGE // 2)
         stream.synchronize()
     assert np.array_equal(result[: PAGE // 2], memory[middle:])
+
+
+def test_ranges_of_one_page_are_registrations_of_their_own(
+    device: CudaDevice, stream: Stream, allocate: Allocate
+) -> None:
+    host, on_device = pages(PAGE), allocate(2 * MIB).address
+    host[:] = before = numbers(PAGE)
+    address = address_of(host)
+    with contextlib.ExitStack() as first, registered(device, address + 2001, 99):
+        first.enter_context(registered(device, address + 100, 300))
+        assert_not_registrable(device, address + 399, 1601, ALREADY_REGISTERED)
+        copy(stream, on_device, address + 100, 300)
+        stream.synchronize()
+        first.close()
+        copy(stream, address + 2001, on_device + 50, 99)
+        stream.synchronize()
+    expected = before.copy()
+    expected[2001:2100] = before[150:249]
+    assert np.array_equal(host, expected)
 
 
 def test_touching_neighbours_are_two_registrations(device: CudaDevice) -> None:
@@ -290,6 +330,17 @@ def test_the_legacy_stream_takes_no_batch(device: CudaDevice, allocate: Allocate
     memory, source = allocate(2 * MIB), pages(PAGE)
     with refused(INVALID_VALUE):
         device.driver.copy_batch(0, u64(memory.address), u64(address_of(source)), u64(PAGE), 0)
+
+
+def test_a_batch_that_the_driver_refuses_says_so(
+    device: CudaDevice, stream: CudaStream, allocate: Allocate
+) -> None:
+    memory, source = allocate(2 * MIB), pages(PAGE)
+    with FaultPlan() as plan, refused(NOT_SUPPORTED):
+        plan.fail("cuMemcpyBatchAsync", NOT_SUPPORTED)
+        device.driver.copy_batch(
+            0, u64(memory.address), u64(address_of(source)), u64(PAGE), stream.handle
+        )
 
 
 SPANS = {

@@ -108,3 +108,34 @@ def test_addresses_of_the_whole_space_are_exact(address: int) -> None:
     table = table_of((address, 1))
     values = np.array([address - 1, address, address + 1], np.uint64)
     assert table.index_of(values).tolist() == [-1, 0, -1]
+
+
+_RANGES = st.lists(st.tuples(st.integers(0, _SPACE), st.integers(1, 8)), min_size=1, max_size=8)
+
+
+@given(added=_RANGES, asked=_RANGES)
+def test_ranges_that_touch_cover_together(
+    added: list[tuple[int, int]], asked: list[tuple[int, int]]
+) -> None:
+    table, held = RangeTable(), set[int]()
+    for start, nbytes in added:
+        wanted = set(range(start, start + nbytes))
+        if not wanted & held:
+            table.add(start, nbytes)
+            held |= wanted
+    starts, sizes = np.array(asked, np.uint64).T
+    assert table.covers(starts, sizes).tolist() == [
+        set(range(start, start + nbytes)) <= held for start, nbytes in asked
+    ]
+
+
+def test_an_empty_table_covers_nothing() -> None:
+    assert not RangeTable().covers(np.array([1], np.uint64), np.array([1], np.uint64)).any()
+
+
+def test_what_is_not_there_can_be_discarded() -> None:
+    table = table_of((0, 4))
+    table.discard(1)
+    assert list(table) == [(0, 4)]
+    table.discard(0)
+    assert list(table) == []

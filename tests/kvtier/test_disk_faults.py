@@ -540,6 +540,19 @@ def test_a_corrupt_page_does_not_stand_against_a_shrink_of_the_disk(
     storage._check()
 
 
+def test_a_page_that_cannot_be_read_does_not_stand_against_a_shrink_of_the_disk(
+    tiers: Tiers, crowded: tuple[TierStorage, list[Page]]
+) -> None:
+    storage, pages = crowded
+    bad = pages[5]
+    with FaultPlan() as plan:
+        plan.fail("preadv", errno.EIO, times=None, when=covering(bad.slot, size=PAGE))
+        storage.adjust_cache_level(1, "2MiB")
+    assert [page.lost for page in pages] == [page is bad for page in pages]
+    assert all(tiers.intact(storage, page) for page in pages if page is not bad)
+    storage._check()
+
+
 def test_a_page_that_cannot_be_moved_within_the_disk_stays_in_its_slot(
     tiers: Tiers, crowded: tuple[TierStorage, list[Page]]
 ) -> None:

@@ -1,0 +1,198 @@
+"""Which copies go through the copy kernel, and which through a copy engine: measured."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hostmem._sys.driver import MULTIPROCESSORS
+from hostmem.device.copy_kernel import GRAIN, CopyKernel, CopyQueue
+from hostmem.device.copy_rates import CopyRates, Rates
+from hostmem.errors import CuError, OutOfMemoryError
+from hostmem.units import format_size
+
+if TYPE_CHECKING:
+    from hostmem.device.cuda import CudaDevice
+
+__all__ = ["CopyChoice", "Limits"]
+
+# Errors are logged as text: a handler that keeps records would keep frames, and views with them.
+log = logging.getLogger("hostmem")
+
+Addresses = NDArray[np.uint64]
+
+_FEWEST = 8  # copies: below, a batch is over before its rows have been brought
+_SIZES = tuple(4096 << shift for shift in (0, 2, 4, 6, 8))  # bytes: 4 KiB to 1 MiB
+_MARGIN = 1.02  # a copy engine leaves the multiprocessors to others
+
+
+class Limits(NamedTuple):
+    """Bytes of the largest copies that go through the kernel; 0 for none."""
+
+    up: int
+    """From the host to the GPU."""
+    down: int
+    """From the GPU to the host."""
+    within: int
+    """From the GPU's memory to the GPU's memory."""
+
+
+_NONE = Limits(0, 0, 0)
+
+
+class CopyChoice:
+    """Sorts the copies of a device's batches.
+
+    Parameters
+    ----------
+    device : CudaDevice
+        Whose copies.
+    largest : int, optional
+        Bytes of the largest copies that go through the kernel, in any direction; 0 for none. By
+        default it is measured when it first matters, which takes about 0.1 s.
+    blocks : int
+        Blocks of 256 threads that the kernel takes at most.
+    clock : callable
+        Seconds; for tests.
+
+    Attributes
+    ----------
+    rates : tuple of Rates
+        What was measured; empty before, and where ``largest`` is given.
+    """
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        largest: int | None,
+        blocks: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._device = device
+        self._lock = threading.RLock()  # the collector may run anybody's code inside
+        self._clock = clock
+        self._kernel: CopyKernel | None = None
+        self._limits = None if largest is None else Limits(largest, largest, largest)
+        self.blocks = blocks
+        self.rates: tuple[Rates, ...] = ()
+
+    @property
+    def limits(self) -> Limits | None:
+        """Up to which size copies go through the kernel; None: not measured yet."""
+        return self._limits
+
+    def by_kernel(
+        self, destinations: Addresses, sources: Addresses, sizes: Addresses
+    ) -> NDArray[np.bool_] | None:
+        """Tell which copies of a batch are for the kernel; None where none is.
+
+        Those between the GPU's memory and registered memory, or within the former, that are small
+        and aligned to `GRAIN`. Blocks while limits are measured.
+        """
+        limits = self._limits
+        small = sizes <= (_SIZES[-1] if limits is None else max(limits))
+        if np.count_nonzero(small) < _FEWEST:
+            return None
+        small &= (destinations | sources | sizes) % np.uint64(GRAIN) == 0
+        gpu, host = self._device.memory, self._device.registered
+        to_gpu, from_gpu = gpu.covers(destinations, sizes), gpu.covers(sources, sizes)
+        up, down = to_gpu & ~from_gpu, from_gpu & ~to_gpu
+        if up.any():
+            up &= host.covers(sources, sizes)
+        if down.any():
+            down &= host.covers(destinations, sizes)
+        ways = up, down, to_gpu & from_gpu
+        if limits is None:
+            if np.count_nonzero(small & (ways[0] | ways[1] | ways[2])) < _FEWEST:
+                return None
+            limits = self._measured()
+        within_limits = [way & (sizes <= limit) for way, limit in zip(ways, limits, strict=True)]
+        small &= within_limits[0] | within_limits[1] | within_limits[2]
+        return small if np.count_nonzero(small) >= _FEWEST and self._loaded() else None
+
+    def queue(self, stream: int) -> CopyQueue | None:
+        """Make a queue of the kernel for a stream; None where there is no memory for it.
+
+        Called after `by_kernel` found something for it.
+        """
+        assert self._kernel is not None
+        try:
+            return CopyQueue(self._kernel, stream)
+        except OutOfMemoryError as error:
+            log.warning(
+                "small pages go through the copy engines of %s: %s", self._device, str(error)
+            )
+            return None
+
+    def describe(self) -> str:
+        """Return a table of what goes where, and of the rates that were measured."""
+        lines = [self._summary()]
+        if self.rates:
+            lines.append(f"{'GB/s':<8}{'size':>10}{'kernel':>10}{'engine':>10}")
+        lines += [
+            f"{r.way:<8}{format_size(r.size):>10}{r.kernel / 1e9:10.1f}{r.engine / 1e9:10.1f}"
+            for r in self.rates
+        ]
+        return "\n".join(lines)
+
+    def _summary(self) -> str:
+        if self._limits is None:
+            return "copies: the sizes that the copy kernel takes are measured at their first use"
+        if not any(self._limits):
+            return "copies: all through the copy engines"
+        names = zip(Limits._fields, self._limits, strict=True)
+        sizes = ", ".join(f"{way} to {format_size(size)}" for way, size in names)
+        device = self._device
+        total = device.driver.attribute(device.ordinal, MULTIPROCESSORS)
+        return (
+            f"copies: {sizes} by the copy kernel, {self.blocks} blocks on {total} multiprocessors"
+        )
+
+    def _loaded(self) -> bool:
+        """Tell whether there is a kernel, and load it if need be."""
+        with self._lock:
+            if self._kernel is None and self._limits != _NONE:
+                try:
+                    self._kernel = CopyKernel(self._device, self.blocks)
+                except CuError as error:
+                    log.warning("%s has no copy kernel: %s", self._device, str(error))
+                    self._limits = _NONE
+            return self._kernel is not None
+
+    def _measured(self) -> Limits:
+        """Measure limits, unless somebody else did meanwhile."""
+        with self._lock:
+            if self._limits is None and self._loaded():
+                self._limits = self._measure()
+                log.info("%s: %s", self._device, self.describe())
+            return self._limits or _NONE
+
+    def _measure(self) -> Limits:
+        assert self._kernel is not None
+        try:
+            with CopyRates(self._kernel, self._clock) as measured:
+                if not measured.right():
+                    log.warning("the copy kernel copies wrong bytes on %s: not used", self._device)
+                    return _NONE
+                self.rates = tuple(
+                    measured.of(way, size) for way in Limits._fields for size in _SIZES
+                )
+        except (CuError, OutOfMemoryError) as error:
+            log.warning(
+                "small pages go through the copy engines of %s: %s", self._device, str(error)
+            )
+            return _NONE
+        return Limits(*(_limit([r for r in self.rates if r.way == way]) for way in Limits._fields))
+
+
+def _limit(rates: Sequence[Rates]) -> int:
+    """Return the last size, of sizes that rise, up to which the kernel was faster at each."""
+    faster = takewhile(lambda rate: rate.kernel > _MARGIN * rate.engine, rates)
+    return max((rate.size for rate in faster), default=0)

@@ -1,0 +1,197 @@
+"""The copy kernel on one GPU: what runs it, and the queue that feeds it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hostmem._sys import linux
+from hostmem._sys.copy_pages import GRAIN, NAME, PIECE, PROGRAM, ROW, THREADS, WARP
+from hostmem.device.memory import CudaMemory
+from hostmem.units import align_up
+
+if TYPE_CHECKING:
+    from hostmem.device.cuda import CudaDevice
+    from hostmem.device.events import Event
+
+__all__ = ["GRAIN", "CopyKernel", "CopyQueue"]
+
+Addresses = NDArray[np.uint64]
+
+_ROWS = 1 << 15  # of a queue's table
+_MOST = _ROWS // 2 - 1  # copies of one submission; one row more brings the others to the GPU
+_WORDS = ROW // 8
+
+
+class CopyKernel:
+    """The kernel, compiled by the driver and loaded for one device.
+
+    Parameters
+    ----------
+    device : CudaDevice
+        Where.
+    blocks : int
+        Blocks of 256 threads that a run takes at most.
+
+    Raises
+    ------
+    CuError
+        The driver does not take the program.
+    """
+
+    def __init__(self, device: CudaDevice, blocks: int) -> None:
+        self.device = device
+        self.blocks = blocks
+        self._handle = device.driver.kernel(device.ordinal, PROGRAM, NAME)
+
+    def run(self, table: int, rows: int, longest: int, stream: int) -> None:
+        """Submit the copies of rows at an address of the GPU's, none over ``longest`` bytes."""
+        pieces = -(-longest // PIECE)
+        blocks = min(self.blocks, -(-rows * pieces * WARP // THREADS))
+        arguments = table, rows, pieces
+        device = self.device
+        device.driver.launch(device.ordinal, self._handle, blocks, THREADS, arguments, stream)
+
+
+class CopyQueue:
+    """Submits batches of copies to one stream as runs of the kernel.
+
+    What to copy goes into a table of registered host memory, used as a ring. A run of the kernel
+    brings the rows of a batch to the GPU's memory, where the next ones read them: read from the
+    host one by one they would cost a twentieth of the rate, and a copy engine would bring them
+    behind whatever it is busy with.
+
+    Parameters
+    ----------
+    kernel : CopyKernel
+        Loaded on the stream's device.
+    stream : int
+        The driver's.
+
+    Raises
+    ------
+    CuOOMError, HostOOMError
+        There is no memory for the table: 1 MiB of the host's, 2 MiB of the GPU's.
+    CuError
+        The driver does not register it.
+    """
+
+    def __init__(self, kernel: CopyKernel, stream: int) -> None:
+        self._kernel = kernel
+        self._device = device = kernel.device
+        self._stream = stream
+        self._lock = threading.RLock()  # the collector may run anybody's code inside
+        self._next = 0
+        self._busy: deque[_Busy] = deque()
+        nbytes = _ROWS * ROW
+        with contextlib.ExitStack() as undo:
+            self._memory = CudaMemory(device, nbytes, nbytes, nbytes)
+            undo.callback(self._memory.close)
+            self._address = linux.reserve(nbytes, PIECE)
+            undo.callback(linux.unmap, self._address, nbytes)
+            linux.advise_no_fork(self._address, nbytes)
+            linux.allow(self._address, nbytes)
+            with device.turns:
+                device.register(self._address, nbytes)
+            undo.pop_all()
+        table = np.frombuffer(linux.buffer(self._address, nbytes), np.uint64)
+        self._table = table.reshape(_ROWS, _WORDS)
+
+    def submit(self, destinations: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        """Submit copies between the GPU's memory and registered memory, or within the former.
+
+        Blocks while 16,383 to 32,766 copies of earlier calls have not run.
+
+        Parameters
+        ----------
+        destinations, sources, sizes : uint64 arrays, shape (copies,)
+            As of `Stream.copy`; each entry a multiple of `GRAIN`. The GPU fails for good at an
+            address that is neither its own nor registered: the caller has made sure.
+        """
+        classes = _classes(sizes)
+        if classes.min() != classes.max():  # copies of about a size share a run
+            order = classes.argsort(kind="stable")
+            classes = classes[order]
+            destinations, sources, sizes = destinations[order], sources[order], sizes[order]
+        with self._lock:
+            for first in range(0, len(sizes), _MOST):
+                part = slice(first, first + _MOST)
+                self._submit(destinations[part], sources[part], sizes[part], classes[part])
+
+    def _submit(
+        self,
+        destinations: Addresses,
+        sources: Addresses,
+        sizes: Addresses,
+        classes: NDArray[np.intp],
+    ) -> None:
+        count = len(sizes)
+        busy = self._room_for(count + 1)
+        at = busy.first % _ROWS
+        host, gpu = (base + at * ROW for base in (self._address, self._memory.address))
+        table = self._table[at : at + 1 + count]
+        table[0, :3] = gpu + ROW, host + ROW, count * ROW
+        table[1:, 0], table[1:, 1], table[1:, 2] = destinations, sources, sizes
+        run = self._kernel.run
+        run(host, 1, count * ROW, self._stream)
+        (changes,) = (classes[1:] != classes[:-1]).nonzero()
+        for start, end in pairwise([0, *(changes + 1).tolist(), count]):
+            run(gpu + (1 + start) * ROW, end - start, int(sizes[start:end].max()), self._stream)
+        busy.event = self._device.event(self._stream)
+
+    def _room_for(self, rows: int) -> _Busy:
+        """Take rows that nothing reads any more; wait for them if need be."""
+        if self._next % _ROWS + rows > _ROWS:
+            self._next = align_up(self._next, _ROWS)  # not cut in two by the end of the table
+        end = self._next + rows
+        while self._busy and end - self._busy[0].first > _ROWS:
+            self._wait_for(self._busy[0])
+            self._busy.popleft()
+        # Noted before anything reads the rows: an interrupt must not let others overwrite them.
+        busy = _Busy(self._next)
+        self._busy.append(busy)
+        self._next = end
+        return busy
+
+    def _wait_for(self, busy: _Busy) -> None:
+        if busy.event is not None:
+            busy.event.synchronize()
+        else:  # its submission was interrupted or refused half-way
+            self._device.driver.stream_synchronize(self._device.ordinal, self._stream)
+
+    def close(self) -> None:
+        """Give the table back. What was submitted must be over."""
+        self._busy.clear()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._memory.close)
+            stack.callback(linux.unmap, self._address, _ROWS * ROW)
+            with self._device.turns:
+                self._device.unregister(self._address)
+
+
+class _Busy:
+    """Rows that the GPU may still read, until an event.
+
+    Parameters
+    ----------
+    first : int
+        The first of them, counted from the beginning of the queue's life.
+    """
+
+    __slots__ = ("event", "first")
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.event: Event | None = None
+
+
+def _classes(sizes: Addresses) -> NDArray[np.intp]:
+    """Give the magnitude of each size: up to a piece 0, up to four 1, up to sixteen 2..."""
+    bounds = PIECE * 4 ** np.arange(24, dtype=np.uint64)
+    return bounds.searchsorted(sizes)
