@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 __all__ = ["RangeTable"]
 
+_FEW = 6  # ranges: looking at each is faster than a search
+
 
 class RangeTable:
     """A sorted set of disjoint ranges ``[start, start + nbytes)``.
@@ -125,11 +127,13 @@ class RangeTable:
         if len(firsts) > 1:  # those that touch are one
             apart = firsts[1:] != ends[:-1]
             firsts, ends = firsts[np.append(True, apart)], ends[np.append(apart, True)]
+        stops, inside = starts + sizes, np.zeros(len(starts), np.bool_)
+        if len(firsts) <= _FEW:
+            for first, end in zip(firsts, ends, strict=True):
+                inside |= (starts >= first) & (stops <= end)
+            return inside
         index = _index(starts, firsts, ends)
-        inside: NDArray[np.bool_] = index >= 0
-        if inside.any():
-            inside &= starts + sizes <= ends[index]
-        return inside
+        return (index >= 0) & (stops <= ends[index])
 
     def _arrays(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         snapshot = self._snapshot

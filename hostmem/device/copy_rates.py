@@ -49,7 +49,7 @@ class CopyRates:
     Raises
     ------
     CuOOMError, HostOOMError
-        There is no memory to measure in: 33 MiB of the host's, 34 MiB of the GPU's.
+        There is no memory to measure in: 34 MiB of the host's and of the GPU's.
     """
 
     def __init__(self, kernel: CopyKernel, clock: Callable[[], float]) -> None:
@@ -121,19 +121,14 @@ class CopyRates:
         to = (self._host if way == "down" else self._gpu + half) + here
         source = (self._host if way == "up" else self._gpu) + there
         sizes = np.full(count, bytes_)
-        best: dict[tuple[int, int], float] = {}
+        best = [float("inf"), float("inf")]
         for _ in range(_TRIES):
             for path, submit in enumerate((self._kernel_copies, self._engine_copies)):
-                for batches in (1, 3):
-                    start = self._clock()
-                    for _ in range(batches):
-                        submit(to, source, sizes)
-                    self._synchronize()
-                    took = self._clock() - start
-                    best[path, batches] = min(best.get((path, batches), took), took)
-        # What two batches more take, as lanes queue them: without the start and the waiting.
-        nbytes = 2 * count * size
-        kernel, engine = (nbytes / max(best[p, 3] - best[p, 1], _LEAST) for p in (0, 1))
+                start = self._clock()
+                submit(to, source, sizes)
+                self._synchronize()
+                best[path] = min(best[path], self._clock() - start)
+        kernel, engine = (count * size / max(seconds, _LEAST) for seconds in best)
         return Rates(way, size, kernel, engine)
 
     def _kernel_copies(self, to: Addresses, source: Addresses, sizes: Addresses) -> None:

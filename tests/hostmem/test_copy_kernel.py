@@ -70,6 +70,7 @@ def opened() -> Iterator[Callable[[CudaDevice], Both]]:
         return made[-1]
 
     yield make
+    gc.collect()  # what was caught on the way holds frames, and they hold views
     for both in made:
         both.close()
 

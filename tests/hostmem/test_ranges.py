@@ -110,7 +110,7 @@ def test_addresses_of_the_whole_space_are_exact(address: int) -> None:
     assert table.index_of(values).tolist() == [-1, 0, -1]
 
 
-_RANGES = st.lists(st.tuples(st.integers(0, _SPACE), st.integers(1, 8)), min_size=1, max_size=8)
+_RANGES = st.lists(st.tuples(st.integers(0, _SPACE), st.integers(1, 8)), min_size=1, max_size=20)
 
 
 @given(added=_RANGES, asked=_RANGES)
