@@ -56,7 +56,7 @@ class CopyChoice:
         Whose copies.
     largest : int, optional
         Bytes of the largest copies that go through the kernel, in any direction; 0 for none. By
-        default it is measured when it first matters, which takes about 0.1 s.
+        default it is measured when it first matters, which takes a few tenths of a second.
     blocks : int
         Blocks of 256 threads that the kernel takes at most.
     clock : callable
@@ -80,6 +80,7 @@ class CopyChoice:
         self._clock = clock
         self._kernel: CopyKernel | None = None
         self._limits = None if largest is None else Limits(largest, largest, largest)
+        self._why = ""  # nothing goes through the kernel
         self.blocks = blocks
         self.rates: tuple[Rates, ...] = ()
 
@@ -146,7 +147,7 @@ class CopyChoice:
         if self._limits is None:
             return "copies: the sizes that the copy kernel takes are measured at their first use"
         if not any(self._limits):
-            return "copies: all through the copy engines"
+            return "copies: all through the copy engines" + (self._why and f" ({self._why})")
         names = zip(Limits._fields, self._limits, strict=True)
         sizes = ", ".join(f"{way} to {format_size(size)}" for way, size in names)
         device = self._device
@@ -163,7 +164,7 @@ class CopyChoice:
                     self._kernel = CopyKernel(self._device, self.blocks)
                 except CuError as error:
                     log.warning("%s has no copy kernel: %s", self._device, str(error))
-                    self._limits = _NONE
+                    self._limits, self._why = _NONE, str(error)
             return self._kernel is not None
 
     def _measured(self) -> Limits:
@@ -180,6 +181,7 @@ class CopyChoice:
             with CopyRates(self._kernel, self._clock) as measured:
                 if not measured.right():
                     log.warning("the copy kernel copies wrong bytes on %s: not used", self._device)
+                    self._why = "the copy kernel copies wrong bytes"
                     return _NONE
                 self.rates = tuple(
                     measured.of(way, size) for way in Limits._fields for size in _SIZES
@@ -188,6 +190,7 @@ class CopyChoice:
             log.warning(
                 "small pages go through the copy engines of %s: %s", self._device, str(error)
             )
+            self._why = str(error)
             return _NONE
         return Limits(*(_limit([r for r in self.rates if r.way == way]) for way in Limits._fields))
 

@@ -49,9 +49,9 @@ class CudaDevice(Device):
         Bytes (or a size such as ``"64KiB"``) of the largest copies that go through the copy
         kernel, 0 for none. By default the environment variable ``HOSTMEM_COPY_KERNEL``, and where
         that is not set, the sizes at which it is faster than the copy engines: they are measured
-        when the first batch of small copies comes, which takes about 0.1 s.
+        when the first batch of small copies comes, which takes a few tenths of a second.
     copy_blocks : int, optional
-        Blocks of 256 threads that the kernel takes at most, of the GPU's multiprocessors; by
+        Blocks of 256 threads that the kernel takes at most; by
         default the environment variable ``HOSTMEM_COPY_BLOCKS``, or 32.
 
     Raises
@@ -67,8 +67,8 @@ class CudaDevice(Device):
         Host memory that is registered through this object.
     memory : RangeTable
         Memory of the GPU that is known to be there.
-    copies : CopyChoice, or None
-        What goes through the copy kernel; None where it cannot be used.
+    copies : CopyChoice
+        What goes through the copy kernel: ``copies.describe()`` says it.
     """
 
     kind = "cuda"
@@ -129,11 +129,10 @@ class CudaDevice(Device):
         return None if one_name else Aliases()
 
     @cached_property
-    def copies(self) -> CopyChoice | None:
-        """What goes through the copy kernel; None where it cannot use the addresses it is given."""
-        if self.aliases is not None or self._largest == 0:
-            return None
-        return CopyChoice(self, self._largest, self._blocks)
+    def copies(self) -> CopyChoice:
+        """What goes through the copy kernel, which cannot use other names of host memory."""
+        largest = self._largest if self.aliases is None else 0
+        return CopyChoice(self, largest, self._blocks)
 
     def register(self, address: int, nbytes: int) -> None:
         self.driver.host_register(self.ordinal, address, nbytes)
@@ -258,9 +257,7 @@ class CudaStream(Stream):
         device = self._device
         if device.aliases is not None:
             destinations, sources = device.aliases.of(destinations), device.aliases.of(sources)
-        by_kernel = None
-        if device.copies is not None:
-            by_kernel = device.copies.by_kernel(destinations, sources, sizes)
+        by_kernel = device.copies.by_kernel(destinations, sources, sizes)
         if by_kernel is not None and (queue := self._queue()) is not None:
             every = by_kernel.all()
             chosen = slice(None) if every else by_kernel
@@ -276,7 +273,7 @@ class CudaStream(Stream):
         with self._lock:
             if not self._close.alive:
                 raise ValueError("the stream is closed")
-            if not self._queues and self._device.copies is not None:
+            if not self._queues:
                 queue = self._device.copies.queue(self.handle)
                 if queue is None:
                     return None
