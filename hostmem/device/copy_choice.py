@@ -126,11 +126,18 @@ class CopyChoice:
         assert self._kernel is not None
         try:
             return CopyQueue(self._kernel, stream)
-        except OutOfMemoryError as error:
-            log.warning(
-                "small pages go through the copy engines of %s: %s", self._device, str(error)
-            )
-            return None
+        except OutOfMemoryError as error:  # there may be some later
+            self._refused(str(error))
+        except CuError as error:
+            self._refused(str(error))
+            self._limits = _NONE
+        return None
+
+    def _refused(self, why: str) -> None:
+        """Note why small copies go through the copy engines; log it once."""
+        if self._why != why:
+            self._why = why
+            log.warning("small pages go through the copy engines of %s: %s", self._device, why)
 
     def describe(self) -> str:
         """Return a table of what goes where, and of the rates that were measured."""
@@ -187,10 +194,7 @@ class CopyChoice:
                     measured.of(way, size) for way in Limits._fields for size in _SIZES
                 )
         except (CuError, OutOfMemoryError) as error:
-            log.warning(
-                "small pages go through the copy engines of %s: %s", self._device, str(error)
-            )
-            self._why = str(error)
+            self._refused(str(error))
             return _NONE
         return Limits(*(_limit([r for r in self.rates if r.way == way]) for way in Limits._fields))
 

@@ -88,6 +88,7 @@ class CopyQueue:
         self._stream = stream
         self._lock = threading.RLock()  # the collector may run anybody's code inside
         self._next = 0
+        self._closed = False
         self._busy: deque[_Busy] = deque()
         nbytes = _ROWS * ROW
         with contextlib.ExitStack() as undo:
@@ -97,6 +98,7 @@ class CopyQueue:
             undo.callback(linux.unmap, self._address, nbytes)
             linux.advise_no_fork(self._address, nbytes)
             linux.allow(self._address, nbytes)
+            undo.callback(self._unregister)  # known before, for an interrupt behind the call
             with device.turns:
                 device.register(self._address, nbytes)
             undo.pop_all()
@@ -120,6 +122,8 @@ class CopyQueue:
             classes = classes[order]
             destinations, sources, sizes = destinations[order], sources[order], sizes[order]
         with self._lock:
+            if self._closed:
+                raise ValueError("the stream is closed")
             for first in range(0, len(sizes), _MOST):
                 part = slice(first, first + _MOST)
                 self._submit(destinations[part], sources[part], sizes[part], classes[part])
@@ -147,17 +151,20 @@ class CopyQueue:
 
     def _room_for(self, rows: int) -> _Busy:
         """Take rows that nothing reads any more; wait for them if need be."""
-        if self._next % _ROWS + rows > _ROWS:
-            self._next = align_up(self._next, _ROWS)  # not cut in two by the end of the table
-        end = self._next + rows
-        while self._busy and end - self._busy[0].first > _ROWS:
-            self._wait_for(self._busy[0])
-            self._busy.popleft()
-        # Noted before anything reads the rows: an interrupt must not let others overwrite them.
-        busy = _Busy(self._next)
-        self._busy.append(busy)
-        self._next = end
-        return busy
+        while True:
+            first = self._next
+            if first % _ROWS + rows > _ROWS:
+                first = align_up(first, _ROWS)  # not cut in two by the end of the table
+            oldest = self._busy[0] if self._busy else None
+            if oldest is None or first + rows - oldest.first <= _ROWS:
+                # Noted before anything reads the rows: an interrupt lets nobody overwrite them.
+                busy = _Busy(first)
+                self._busy.append(busy)
+                self._next = first + rows
+                return busy
+            self._wait_for(oldest)  # where a signal or the collector may submit, too
+            if self._busy and self._busy[0] is oldest:
+                self._busy.popleft()
 
     def _wait_for(self, busy: _Busy) -> None:
         if busy.event is not None:
@@ -167,10 +174,15 @@ class CopyQueue:
 
     def close(self) -> None:
         """Give the table back. What was submitted must be over."""
-        self._busy.clear()
-        with contextlib.ExitStack() as stack:
+        with self._lock, contextlib.ExitStack() as stack:
+            self._closed = True
+            self._busy.clear()
             stack.callback(self._memory.close)
             stack.callback(linux.unmap, self._address, _ROWS * ROW)
+            self._unregister()
+
+    def _unregister(self) -> None:
+        if self._device.registered.at(self._address) is not None:
             with self._device.turns:
                 self._device.unregister(self._address)
 

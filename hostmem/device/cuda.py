@@ -91,8 +91,8 @@ class CudaDevice(Device):
         self.name = f"cuda:{ordinal} {self.driver.device_name(ordinal)}"
         self.turns = turns_for(driver_library()) if driver is None else NO_TURNS
         self._idle_events: list[int] = []
-        self.registered = PinnedRanges()
-        self.memory = RangeTable()
+        self.registered: RangeTable = PinnedRanges()  # which a forked child has none of
+        self.memory: RangeTable = PinnedRanges()
 
     @cached_property
     def numa_nodes_found(self) -> dict[str, int | None]:
@@ -142,6 +142,9 @@ class CudaDevice(Device):
                 self.aliases.add(address, nbytes, alias)
             self.registered.add(address, nbytes)
         except BaseException:
+            self.registered.discard(address)
+            if self.aliases is not None:
+                self.aliases.remove(address)
             self.driver.host_unregister(self.ordinal, address)
             raise
 
@@ -257,8 +260,9 @@ class CudaStream(Stream):
         device = self._device
         if device.aliases is not None:
             destinations, sources = device.aliases.of(destinations), device.aliases.of(sources)
-        by_kernel = device.copies.by_kernel(destinations, sources, sizes)
-        if by_kernel is not None and (queue := self._queue()) is not None:
+        copies = device.copies
+        by_kernel = copies.by_kernel(destinations, sources, sizes)
+        if by_kernel is not None and (queue := self._queue(copies)) is not None:
             every = by_kernel.all()
             chosen = slice(None) if every else by_kernel
             queue.submit(destinations[chosen], sources[chosen], sizes[chosen])
@@ -268,13 +272,13 @@ class CudaStream(Stream):
             destinations, sources, sizes = destinations[rest], sources[rest], sizes[rest]
         device.driver.copy_batch(device.ordinal, destinations, sources, sizes, self.handle)
 
-    def _queue(self) -> CopyQueue | None:
+    def _queue(self, copies: CopyChoice) -> CopyQueue | None:
         """Return what feeds the copy kernel here; None where there is no memory for it."""
         with self._lock:
             if not self._close.alive:
                 raise ValueError("the stream is closed")
             if not self._queues:
-                queue = self._device.copies.queue(self.handle)
+                queue = copies.queue(self.handle)
                 if queue is None:
                     return None
                 self._queues.append(queue)

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from hostmem import CudaDevice, HostMem, StaticHostMem
 from hostmem._sys.driver import HOST_POINTERS, Result, load_driver
 from hostmem.device import CudaMemory, Stream
+from hostmem.device import copy_kernel as module
 from hostmem.device.copy_choice import CopyChoice, Limits
-from hostmem.device.copy_kernel import _ROWS
+from hostmem.device.copy_kernel import _ROWS, CopyQueue
+from hostmem.device.pinned import PinnedRanges
 from hostmem.errors import CuError
 from hostmem.testing import FakeDriver, FaultPlan
 
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.timeout(60, method="thread")
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 8 * MIB
+PAGE_OF_NOBODY = 1 << 20  # below all that the kernel maps by itself
 
 Addresses = NDArray[np.uint64]
 GPU = pytest.param("real", marks=pytest.mark.gpu)
@@ -275,6 +278,65 @@ def test_without_memory_for_the_table_copies_go_through_an_engine(opened: Opened
         assert len(plan.calls("cuLaunchKernel")) == 2
 
 
+def test_a_table_that_the_driver_does_not_register(
+    opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    both = opened(fake(copy_kernel="8KiB"))
+    gpu, host, sizes = both.pages(4 * KIB, 64)
+    with caplog.at_level(logging.WARNING, "hostmem"), FaultPlan() as plan:
+        plan.fail("cuMemHostRegister", Result.NOT_SUPPORTED)
+        for _ in range(3):
+            both.copy(gpu, host, sizes)
+        assert plan.calls("cuMemcpyBatchAsync") == [(64,)] * 3
+        assert len(plan.calls("cuMemHostRegister")) == 1
+    assert len(caplog.records) == 1
+    assert "NOT_SUPPORTED" in both.device.copies.describe()
+
+
+def test_an_interrupt_behind_a_registration_leaves_nothing_registered() -> None:
+    class Interrupted(PinnedRanges):
+        def add(self, start: int, nbytes: int) -> None:
+            super().add(start, nbytes)
+            raise KeyboardInterrupt
+
+    device = fake()
+    device.registered = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        StaticHostMem(MIB, device=device)
+    assert len(device.registered) == 0
+
+
+def test_who_submits_while_another_waits_for_rows_overwrites_none(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal's handler, or the collector, may submit to the stream that is waiting."""
+    monkeypatch.setattr(module, "_ROWS", 32)
+    monkeypatch.setattr(module, "_MOST", 15)
+    both = opened(fake(copy_kernel="8KiB"))
+    gpu, host, sizes = both.pages(4 * KIB, 90)
+    wait, inside = module.CopyQueue._wait_for, [True]
+
+    def wait_and_submit(queue: CopyQueue, busy: Any) -> None:
+        wait(queue, busy)
+        if inside:
+            inside.clear()
+            queue.submit(gpu[60:], host[60:], sizes[60:])
+
+    monkeypatch.setattr(module.CopyQueue, "_wait_for", wait_and_submit)
+    both.copy(gpu[:60], host[:60], sizes[:60])
+    assert not inside
+    both.stream.close()  # while its table is known to be so small
+    there = both.device.driver.copy_batch
+    back = host + np.uint64(SIZE // 2)
+    stream = both.device.driver.stream_create(0)
+    there(0, back, gpu, sizes, stream)
+    both.device.driver.stream_synchronize(0, stream)
+    both.device.driver.stream_destroy(0, stream)
+    view = both.host.view(shape=(2, SIZE // 2))
+    for start in (host - np.uint64(both.host.address)).tolist():
+        assert np.array_equal(view[1, start : start + 4096], view[0, start : start + 4096])
+
+
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_launch_that_is_refused_loses_no_later_batch(at: int, opened: Opened) -> None:
     both = opened(fake(copy_kernel="8KiB"))
@@ -351,8 +413,8 @@ def test_a_kernel_at_an_address_that_is_not_there_loses_the_fake_device() -> Non
     device = CudaDevice(0, driver=driver, copy_kernel="8KiB")
     both = Both(device)
     gpu, host, sizes = both.pages(4 * KIB, 64)
-    device.memory.add(int(gpu.max()) + SIZE, 4 * KIB)  # which is a lie
-    gpu[3] = gpu.max() + np.uint64(SIZE)
+    device.memory.add(PAGE_OF_NOBODY, 4 * KIB)  # which is a lie
+    gpu[3] = PAGE_OF_NOBODY
     both.stream.copy(gpu, host, sizes)
     with pytest.raises(CuError, match="ILLEGAL_ADDRESS"):
         both.stream.synchronize()
