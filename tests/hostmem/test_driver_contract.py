@@ -10,7 +10,6 @@ import itertools
 import mmap
 import threading
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,12 @@ from numpy.typing import NDArray
 
 from hostmem import CudaDevice
 from hostmem._sys import linux
-from hostmem._sys.driver import HOST_POINTERS, CudaDriver, Driver, load_driver
+from hostmem._sys.driver import CudaDriver, load_driver
 from hostmem.device import CudaMemory, Stream
 from hostmem.device.cuda import CudaEvent, CudaStream
 from hostmem.errors import CuError, CuOOMError, HostmemError
 from hostmem.testing import FakeDriver, FaultPlan
+from tests.hostmem.drivers import DRIVERS, drivers
 
 # A thread, because a driver call that hangs takes no signal: it prints every stack and exits.
 pytestmark = pytest.mark.timeout(60, method="thread")
@@ -38,26 +38,7 @@ Bytes = NDArray[np.uint8]
 Allocate = Callable[[int], CudaMemory]
 
 
-@lru_cache
-def real(batch_version: int) -> CudaDriver:
-    return CudaDriver(batch_version)
-
-
-DRIVERS: dict[str, Callable[[], Driver]] = {
-    "fake": FakeDriver,
-    "fake, another name for host memory": lambda: FakeDriver(attributes={HOST_POINTERS: 0}),
-    "real": load_driver,
-    "real, as of CUDA 12.8": lambda: real(12080),
-    "real, without the batch call": lambda: real(0),
-}
-
-
-def each_driver() -> list[Any]:
-    gpu = pytest.mark.gpu
-    return [pytest.param(d, marks=[gpu] if "real" in d else []) for d in DRIVERS]
-
-
-@pytest.fixture(params=each_driver())
+@pytest.fixture(params=drivers())
 def device(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
     driver = DRIVERS[request.param]()
     yield CudaDevice(0, driver=driver)

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +16,11 @@ import pytest
 from numpy.typing import NDArray
 
 from hostmem import CudaDevice, CudaMemory, HostMem, StaticHostMem
-from hostmem._sys.driver import HOST_POINTERS, CudaDriver, Driver, load_driver
+from hostmem._sys.driver import load_driver
 from hostmem.device.cuda import CudaStream
 from hostmem.errors import CuError
 from hostmem.testing import FakeDriver, FaultPlan
+from tests.hostmem.drivers import DRIVERS, drivers
 
 if TYPE_CHECKING:
     from tests.hostmem.conftest import Child
@@ -35,24 +35,6 @@ INVALID_VALUE, NOT_REGISTERED = 1, 713
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.uint64]
-
-
-@lru_cache
-def real(batch_version: int) -> CudaDriver:
-    return CudaDriver(batch_version)
-
-
-DRIVERS: dict[str, Callable[[], Driver]] = {
-    "fake": FakeDriver,
-    "fake, another name for host memory": lambda: FakeDriver(attributes={HOST_POINTERS: 0}),
-    "real": load_driver,
-    "real, as of CUDA 12.8": lambda: real(12080),
-    "real, without the batch call": lambda: real(0),
-}
-
-
-def drivers(names: dict[str, Any] | list[str]) -> list[Any]:
-    return [pytest.param(n, marks=[pytest.mark.gpu] if "real" in n else []) for n in names]
 
 
 def made(name: str) -> Iterator[CudaDevice]:
