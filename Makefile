@@ -59,7 +59,7 @@ wheel-test: .venv/dev.stamp  ## build the wheel, install it elsewhere, import it
 	$(BIN)/python -m pytest -m wheel $(PYTEST_ARGS)
 
 # One after the other, so that they do not measure each other.
-BENCHES := $(filter-out __init__ measure,$(basename $(notdir $(wildcard bench/*.py))))
+BENCHES := $(filter-out __init__ measure peers,$(basename $(notdir $(wildcard bench/*.py))))
 
 bench: .venv/runtime.stamp  ## run every benchmark
 	@set -e; for name in $(BENCHES); do echo "== bench.$$name"; $(BIN)/python -m bench.$$name; done

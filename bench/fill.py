@@ -10,8 +10,8 @@ before anything is timed. Then everything runs in turn, and each pair gives a ra
   MiB; the ratio is to the bare system call (MADV_POPULATE_WRITE) on as many threads and the same
   pages, which neither registers nor wakes anybody;
 - ours beside peers that block until all is there: numpy zeros, touched (numpy asks for huge pages,
-  so ours does in that pair); mmap with MAP_POPULATE; on a GPU also cuMemHostAlloc and torch's
-  pinned memory, without and with 8 registering threads.
+  so ours does in that pair); mmap with MAP_POPULATE; on a GPU also cuMemHostAlloc, CuPy's
+  pinned memory and torch's, without and with 8 registering threads.
 
 Last, the time to the first usable MiB of several capacities, which should not depend on them.
 """
@@ -19,12 +19,8 @@ Last, the time to the first usable MiB of several capacities, which should not d
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import mmap
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,7 +30,8 @@ from typing import Any
 import numpy as np
 
 from bench.measure import Pairs, compare, in_turn, machine_line, pairs, spread, write_json
-from hostmem import CudaDevice, Device, HostMem, machine, resolve_device
+from bench.peers import pinned_peers
+from hostmem import Device, HostMem, machine, resolve_device
 from hostmem._sys import linux
 from hostmem.units import format_size, parse_size
 
@@ -43,15 +40,6 @@ PAGES = ("small", "huge")
 UNITS = (2 * MIB, 8 * MIB, 32 * MIB)
 PIECE = 2 * MIB  # of the bare system call, as ours
 SLOT = MIB
-
-TORCH = """
-import sys, time, torch
-torch.zeros(1, device=f"cuda:{sys.argv[2]}")  # starts CUDA
-start = time.perf_counter()
-memory = torch.empty(int(sys.argv[1]), dtype=torch.uint8, pin_memory=True)
-print(time.perf_counter() - start)
-"""
-TORCH_THREADS = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 
 Arm = Callable[[], float]
 
@@ -128,54 +116,14 @@ def map_populate(size: int) -> float:
         return time.perf_counter() - start
 
 
-def host_alloc(size: int, ordinal: int) -> float:
-    from cuda.bindings import driver as cu
-
-    _, context = cu.cuDevicePrimaryCtxRetain(ordinal)
-    cu.cuCtxPushCurrent(context)
-    try:
-        start = time.perf_counter()
-        code, address = cu.cuMemHostAlloc(size, 0)
-        seconds = time.perf_counter() - start
-        if code != cu.CUresult.CUDA_SUCCESS:
-            raise SystemExit(f"cuMemHostAlloc of {format_size(size)}: {code.name}")
-        cu.cuMemFreeHost(address)
-    finally:
-        cu.cuCtxPopCurrent()
-        cu.cuDevicePrimaryCtxRelease(ordinal)
-    return seconds
-
-
-def torch_pinned(size: int, ordinal: int, configuration: str) -> float:
-    """Return the seconds of torch's pinned allocation in a process of its own: it keeps a cache."""
-    done = subprocess.run(
-        [sys.executable, "-c", TORCH, str(size), str(ordinal)],
-        env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": configuration},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return float(done.stdout)
-
-
 def peers(size: int, device: Device) -> tuple[dict[str, tuple[str, Arm]], list[str]]:
     """Give the peers by name, each with the page mode of ours beside it, and what is missing."""
-    found: dict[str, tuple[str, Arm]] = {
+    pinned, missing = pinned_peers(size, device)
+    return {
         "numpy zeros touched": ("huge", lambda: touched_zeros(size)),
         "mmap MAP_POPULATE": ("small", lambda: map_populate(size)),
-    }
-    if not isinstance(device, CudaDevice):
-        return found, ["cuMemHostAlloc, torch pinned memory: not with the cpu device"]
-    ordinal = device.ordinal
-    found["cuMemHostAlloc"] = ("small", lambda: host_alloc(size, ordinal))
-    if importlib.util.find_spec("torch") is None:
-        return found, ["torch pinned memory: torch is not installed"]
-    found["torch pin_memory"] = ("small", lambda: torch_pinned(size, ordinal, ""))
-    found["torch pin_memory, 8 threads"] = (
-        "small",
-        lambda: torch_pinned(size, ordinal, TORCH_THREADS),
-    )
-    return found, []
+        **{name: ("small", arm) for name, arm in pinned.items()},
+    }, missing
 
 
 def thread_counts(text: str) -> list[int]:

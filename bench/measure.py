@@ -10,7 +10,10 @@ import gc
 import json
 import os
 import platform
+import re
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +21,23 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["Pairs", "compare", "in_turn", "machine_line", "pairs", "spread", "timed", "write_json"]
+__all__ = [
+    "Finding",
+    "Pairs",
+    "Table",
+    "compare",
+    "driver_line",
+    "in_turn",
+    "machine_line",
+    "pairs",
+    "quartiles",
+    "spread",
+    "timed",
+    "write_json",
+    "write_tables",
+]
+
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +71,45 @@ def timed(function: Callable[[], object]) -> Callable[[], float]:
         return time.perf_counter() - start
 
     return run
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells as they are shown, on the terminal and on the page of benchmarks alike."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    """A text a column; the first column names the row."""
+    note: str = ""
+    """What to know about it, such as what was not measured; may be empty."""
+
+    def __str__(self) -> str:
+        lines = [self.columns, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        shown = [
+            f"  {name:<{widths[0]}}"
+            + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+            for name, *cells in lines
+        ]
+        return "\n".join([self.title, *shown, *([f"  {self.note}"] if self.note else [])])
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The answer to a question that has a bound."""
+
+    question: str
+    ours: str
+    """Our figure, with its unit."""
+    bound: str
+    """What it is held against, such as ``"<= 10 ms"``."""
+    peer: str = ""
+    """Who else was measured, with the figure; empty: nobody."""
+    ratio: str = ""
+    """Ours to the peer's."""
+    held: bool | None = None
+    """Whether the bound was kept; None: what it takes was not measured."""
 
 
 def pairs(
@@ -134,11 +192,51 @@ def machine_line() -> str:
     )
 
 
-def write_json(path: Path, results: dict[str, Pairs], **facts: object) -> None:
+def driver_line() -> str | None:
+    """Name the NVIDIA driver that the kernel has loaded; None where there is none."""
+    try:
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text())
+    except OSError:
+        return None
+    return f"NVIDIA driver {found[0]}" if found else None
+
+
+def quartiles(values: Sequence[float], scale: float = 1.0, digits: int = 2) -> str:
+    """Show a median and its quartiles, each times ``scale``: ``"5.31 (5.20-5.77)"``."""
+    low, middle, high = (f"{value * scale:.{digits}f}" for value in spread(values))
+    return f"{middle} ({low}-{high})"
+
+
+def write_json(path: Path, results: Mapping[str, Pairs], **facts: object) -> None:
     """Write the pairs by name, the machine and further facts (sizes, options) to a JSON file."""
-    document = {
-        "machine": machine_line(),
-        **facts,
-        "results": {name: asdict(result) for name, result in results.items()},
-    }
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    _write(path, facts, results={name: asdict(result) for name, result in results.items()})
+
+
+def write_tables(
+    path: Path, tables: Sequence[Table], findings: Sequence[Finding] = (), **facts: object
+) -> None:
+    """Write tables, findings, the machine and further facts to a JSON file.
+
+    `docs.build_benchmarks` prints the tables as they are, and `bench.gpu` the findings. Raw times
+    belong into the facts: there, a mapping of names to numbers is kept and not shown.
+    """
+    _write(
+        path,
+        facts,
+        tables=[asdict(table) for table in tables],
+        findings=[asdict(finding) for finding in findings],
+    )
+
+
+def _write(path: Path, facts: Mapping[str, object], **parts: object) -> None:
+    head = {"machine": machine_line(), "driver": driver_line(), "command": _command_line()}
+    path.write_text(json.dumps({**head, **facts, **parts}, indent=2) + "\n")
+
+
+def _command_line() -> str:
+    """Give the command that runs this, without the place its result goes to."""
+    words = ["python", *sys.orig_argv[1:]]
+    while "--json" in words:
+        at = words.index("--json")
+        del words[at : at + 2]
+    return shlex.join(words)
