@@ -1,19 +1,20 @@
-"""How fast a fill is, by threads, pages and commit unit, and beside what users do without it.
+"""How fast a fill is, by threads and pages, beside bare population and what users do without it.
 
-    python -m bench.fill [--size 512MiB] [--rounds 5] [--device auto] [--threads 1,2] [--json FILE]
+    python -m bench.fill [--size SIZE] [--rounds 5] [--device auto] [--threads 1,8] [--json FILE]
 
-Memory of a virtual machine is often backed only at its first use, so all of it is touched once
-before anything is timed. Then everything runs in turn, and each pair gives a ratio:
+Memory of a virtual machine is often backed only at its first use, so more than is needed is touched
+once before anything is timed. Then everything runs in turn, and each round gives a ratio:
 
-- ours with all threads and with one;
-- ours for each number of threads, page mode and commit unit, with the time to the first usable
-  MiB; the ratio is to the bare system call (MADV_POPULATE_WRITE) on as many threads and the same
-  pages, which neither registers nor wakes anybody;
-- ours beside peers that block until all is there: numpy zeros, touched (numpy asks for huge pages,
-  so ours does in that pair); mmap with MAP_POPULATE; on a GPU also cuMemHostAlloc, CuPy's
-  pinned memory and torch's, without and with 8 registering threads.
+- ours for each number of threads and each kind of pages, at the default setting and unthrottled
+  (``stall_budget=None``), with the time to the first usable MiB. Beside it the bare system call
+  (MADV_POPULATE_WRITE) on as many threads and the same pages, which neither registers nor wakes
+  anybody. A process populates with 12 threads at most, however many it is asked for.
+- ours with the default number of threads beside peers that block until all is there: numpy zeros,
+  touched; mmap with MAP_POPULATE; on a GPU also cuMemHostAlloc, CuPy's pinned memory and torch's,
+  without and with 8 registering threads.
 
-Last, the time to the first usable MiB of several capacities, which should not depend on them.
+The size is 4 GiB on a GPU and 512 MiB on the cpu device unless it is given; let it be a power of
+two, since torch takes the next one.
 """
 
 from __future__ import annotations
@@ -23,40 +24,61 @@ import itertools
 import mmap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.measure import Pairs, compare, in_turn, machine_line, pairs, spread, write_json
+from bench.measure import (
+    Finding,
+    Table,
+    compare,
+    in_turn,
+    machine_line,
+    quartiles,
+    spread,
+    write_tables,
+)
 from bench.peers import pinned_peers
-from hostmem import Device, HostMem, machine, resolve_device
+from hostmem import CudaDevice, Device, HostMem, machine, resolve_device
 from hostmem._sys import linux
+from hostmem.fill_threads import fill_thread_budget
 from hostmem.units import format_size, parse_size
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 PAGES = ("small", "huge")
-UNITS = (2 * MIB, 8 * MIB, 32 * MIB)
+SETTINGS: dict[str, dict[str, Any]] = {"default": {}, "unthrottled": {"stall_budget": None}}
+THREADS = (1, 4, 8, 12, 16)
 PIECE = 2 * MIB  # of the bare system call, as ours
 SLOT = MIB
+OF_BARE = 0.85
+# peer, our pages, our setting, how many times as fast ours is to be
+TIMES_AS_FAST = (
+    ("torch, 8 threads", "small", "default", 1.8),
+    ("torch, 8 threads", "small", "unthrottled", 2.0),
+    ("torch pin_memory", "small", "default", 5.0),
+    ("torch pin_memory", "huge", "default", 10.0),
+)
 
 Arm = Callable[[], float]
+Times = Mapping[str, list[float]]
 
 
 class Fill:
     """One way to fill; each run adds the seconds to the first usable slot to ``first``."""
 
     def __init__(
-        self, size: int, device: Device, threads: int | str, pages: str, unit: int | None = None
+        self, size: int, device: Device, threads: int, pages: str, setting: str = "default"
     ) -> None:
         self.size = size
         self.options: dict[str, Any] = {
             "device": device,
             "fill_threads": threads,
             "page_mode": pages,
-            "commit_unit": unit,
             "slot_size": SLOT,
+            **SETTINGS[setting],
         }
         self.first: list[float] = []
 
@@ -67,13 +89,6 @@ class Fill:
             memory.wait_usable(SLOT)
             self.first.append(time.perf_counter() - start)
             memory.wait_usable(memory.size)
-            return time.perf_counter() - start
-
-    def first_slot(self) -> float:
-        """Return the seconds until the first slot is usable, and fill no further."""
-        start = time.perf_counter()
-        with HostMem(self.size, **self.options) as memory:
-            memory.wait_usable(SLOT)
             return time.perf_counter() - start
 
 
@@ -116,107 +131,165 @@ def map_populate(size: int) -> float:
         return time.perf_counter() - start
 
 
-def peers(size: int, device: Device) -> tuple[dict[str, tuple[str, Arm]], list[str]]:
-    """Give the peers by name, each with the page mode of ours beside it, and what is missing."""
+def ours(pages: str, setting: str) -> str:
+    return f"{pages} pages, {setting}"
+
+
+def rate(size: int, seconds: list[float], digits: int = 1) -> str:
+    """Show GiB/s with quartiles."""
+    return quartiles([size / GIB / one for one in seconds], digits=digits)
+
+
+def times_as_fast(slow: list[float], fast: list[float]) -> str:
+    """Show how many times as fast the second is, with quartiles."""
+    found = compare(slow, fast)
+    return "{:.2f} ({:.2f}-{:.2f})".format(found.ratio, *found.ratio_quartiles)
+
+
+# -------------------------------------------------------------------------- threads and pages
+
+
+def by_threads(
+    size: int, device: Device, threads: list[int], rounds: int
+) -> tuple[dict[str, list[float]], Table, list[Finding]]:
+    fills = {
+        f"{n} threads, {ours(pages, setting)}": Fill(size, device, n, pages, setting)
+        for n in threads
+        for pages in PAGES
+        for setting in SETTINGS
+    }
+    bares: dict[str, Arm] = {
+        f"{n} threads, {pages} pages, bare": partial(bare, size, n, pages)
+        for n in threads
+        for pages in PAGES
+    }
+    times = in_turn({**fills, **bares}, rounds)
+    rows, findings = [], []
+    for pages, n in itertools.product(PAGES, threads):
+        alone = times[f"{n} threads, {pages} pages, bare"]
+        row = [f"{n}, {pages}", rate(size, alone)]
+        for setting in SETTINGS:
+            name = f"{n} threads, {ours(pages, setting)}"
+            row += [rate(size, times[name]), times_as_fast(alone, times[name])]
+            if n == fill_thread_budget():
+                findings.append(_beside_bare(name, size, times[name], alone))
+        first = fills[f"{n} threads, {ours(pages, 'default')}"].first[-rounds:]
+        rows.append([*row, quartiles(first, 1e3)])
+    columns = ["threads, pages", "bare GiB/s"]
+    for setting in SETTINGS:
+        columns += [f"{setting} GiB/s", "of bare"]
+    table = Table(
+        f"Fill of {format_size(size)} beside bare population, {device.name}",
+        [*columns, "first MiB, ms"],
+        rows,
+        f"The default number of threads is {fill_thread_budget()} here. Medians and quartiles.",
+    )
+    return times, table, findings
+
+
+def _beside_bare(name: str, size: int, seconds: list[float], alone: list[float]) -> Finding:
+    return Finding(
+        f"fill beside bare population: {name}",
+        f"{rate(size, seconds)} GiB/s",
+        f">= {OF_BARE} of bare",
+        f"bare: {rate(size, alone)} GiB/s",
+        times_as_fast(alone, seconds),
+        compare(alone, seconds).ratio >= OF_BARE,
+    )
+
+
+# -------------------------------------------------------------------------------------- peers
+
+
+def by_peer(
+    size: int, device: Device, rounds: int
+) -> tuple[dict[str, list[float]], Table, list[Finding]]:
+    fills = {
+        ours(pages, setting): Fill(size, device, fill_thread_budget(), pages, setting)
+        for pages in PAGES
+        for setting in SETTINGS
+    }
     pinned, missing = pinned_peers(size, device)
-    return {
-        "numpy zeros touched": ("huge", lambda: touched_zeros(size)),
-        "mmap MAP_POPULATE": ("small", lambda: map_populate(size)),
-        **{name: ("small", arm) for name, arm in pinned.items()},
-    }, missing
+    peers: dict[str, Arm] = {
+        "numpy zeros, touched": partial(touched_zeros, size),
+        "mmap MAP_POPULATE": partial(map_populate, size),
+        **pinned,
+    }
+    times = in_turn({**fills, **peers}, rounds)
+    rows = [
+        [
+            name,
+            quartiles(seconds),
+            *(times_as_fast(seconds, times[fill]) if name in peers else "" for fill in fills),
+        ]
+        for name, seconds in times.items()
+    ]
+    table = Table(
+        f"Seconds until all of {format_size(size)} can be used, {device.name}, and how many times "
+        "as fast ours is",
+        ["", "seconds", *fills],
+        rows,
+        " ".join(
+            [
+                f"Ours with {fill_thread_budget()} threads. Medians and quartiles.",
+                *(f"Not measured: {line}." for line in missing),
+            ]
+        ),
+    )
+    return times, table, [_beside_peer(times, *wanted) for wanted in TIMES_AS_FAST]
+
+
+def _beside_peer(times: Times, peer: str, pages: str, setting: str, bound: float) -> Finding:
+    seconds = times[ours(pages, setting)]
+    question = f"fill beside {peer}: {ours(pages, setting)}"
+    own, wanted = f"{spread(seconds)[1]:.2f} s", f">= {bound:g} x"
+    if peer not in times:
+        return Finding(question, own, wanted)
+    return Finding(
+        question,
+        own,
+        wanted,
+        f"{peer}: {spread(times[peer])[1]:.2f} s",
+        times_as_fast(times[peer], seconds),
+        compare(times[peer], seconds).ratio >= bound,
+    )
 
 
 def thread_counts(text: str) -> list[int]:
     return sorted({int(part) for part in text.split(",")})
 
 
-def matrix(
-    size: int, device: Device, threads: list[int], rounds: int
-) -> tuple[dict[str, Pairs], dict[str, list[float]]]:
-    """Time every cell and the bare system call beside it; print them; return the pairs."""
-    cells = {
-        (n, pages, unit): Fill(size, device, n, pages, unit)
-        for n in threads
-        for pages in PAGES
-        for unit in UNITS
-    }
-    names = {cell: f"{cell[0]} threads, {cell[1]}, {format_size(cell[2])}" for cell in cells}
-    arms: dict[str, Arm] = {names[cell]: fill for cell, fill in cells.items()}
-    for n, pages in itertools.product(threads, PAGES):
-        arms[f"bare {n} {pages}"] = lambda n=n, pages=pages: bare(size, n, pages)  # type: ignore[misc]
-    times = in_turn(arms, rounds)
-    results: dict[str, Pairs] = {}
-    first: dict[str, list[float]] = {}
-    print(
-        "  threads pages   unit        GiB/s (quartiles)      first MiB ms    time / bare populate"
-    )
-    for (n, pages, unit), fill in cells.items():
-        name = names[n, pages, unit]
-        result = results[f"{name} / bare populate"] = compare(
-            times[name], times[f"bare {n} {pages}"]
-        )
-        first[name] = fill.first[-rounds:]
-        slow, middle, fast = (size / (1 << 30) / seconds for seconds in spread(times[name])[::-1])
-        low, high = result.ratio_quartiles
-        print(
-            f"  {n:7} {pages:7} {format_size(unit):8} {middle:8.2f} ({slow:.2f}-{fast:.2f})"
-            f"{spread(first[name])[1] * 1e3:15.2f}    {result.ratio:10.2f} ({low:.2f}-{high:.2f})"
-        )
-    return results, first
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.fill", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--size", type=parse_size, default="512MiB")
+    parser.add_argument("--size", type=parse_size)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="auto", help="auto, cpu or a GPU's ordinal")
-    parser.add_argument("--threads", type=thread_counts, help="such as 1,8; default: 1 and all")
+    parser.add_argument("--threads", type=thread_counts, help="such as 1,8")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    size: int = arguments.size
     name: str = arguments.device
     device = resolve_device(int(name) if name.isdigit() else name)
-    everything = min(len(machine().allowed_cpus), 12)
-    threads: list[int] = arguments.threads or sorted({1, everything})
-    touched_zeros(size + (1 << 30))
+    size: int = arguments.size or (4 * GIB if isinstance(device, CudaDevice) else 512 * MIB)
+    cpus = len(machine().allowed_cpus)
+    threads: list[int] = arguments.threads or sorted(
+        {*(n for n in THREADS if n <= cpus), fill_thread_budget()}
+    )
+    touched_zeros(2 * size + GIB)
 
+    beside_peers, peers, others = by_peer(size, device, arguments.rounds)
+    beside_bare, matrix, findings = by_threads(size, device, threads, arguments.rounds)
     print(machine_line())
-    print(f"fill of {format_size(size)}, {device.name}, {arguments.rounds} rounds")
-    results: dict[str, Pairs] = {
-        "all threads / one thread": pairs(
-            Fill(size, device, "auto", "small"), Fill(size, device, 1, "small"), arguments.rounds
-        )
-    }
-    others, missing = peers(size, device)
-    arms: dict[str, Arm] = {pages: Fill(size, device, "auto", pages) for pages in PAGES}
-    times = in_turn(arms | {peer: arm for peer, (_, arm) in others.items()}, arguments.rounds)
-    for peer, (pages, _) in others.items():
-        results[f"{pages} pages / {peer}"] = compare(times[pages], times[peer])
-    for name, result in results.items():
-        print(f"  {name:<44} {result}")
-    for line in missing:
-        print(f"  not measured: {line}")
-    cells, first = matrix(size, device, threads, arguments.rounds)
-
-    slot: dict[str, list[float]] = {}
-    for capacity in (1 << 30, 4 << 30, 16 << 30, 1 << 40):
-        fill = Fill(capacity, device, "auto", "small")
-        slot[format_size(capacity)] = [fill.first_slot() for _ in range(arguments.rounds)]
-        low, middle, high = spread(slot[format_size(capacity)])
-        print(
-            f"  first MiB of {format_size(capacity):<8} {middle * 1e3:8.2f} ms "
-            f"(quartiles {low * 1e3:.2f}-{high * 1e3:.2f})"
-        )
+    for part in (matrix, peers, *findings, *others):
+        print(part)
     if arguments.json:
-        write_json(
+        write_tables(
             arguments.json,
-            results | cells,
+            [matrix, peers],
+            findings + others,
             size=size,
-            device=device.name,
-            not_measured=missing,
-            first_slot_seconds=slot,
-            first_slot_seconds_by_cell=first,
+            seconds_by_threads=beside_bare,
+            seconds_beside_peers=beside_peers,
         )
 
 

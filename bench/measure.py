@@ -111,6 +111,16 @@ class Finding:
     held: bool | None = None
     """Whether the bound was kept; None: what it takes was not measured."""
 
+    @property
+    def verdict(self) -> str:
+        """``"held"``, ``"missed"`` or ``"not measured"``."""
+        return "not measured" if self.held is None else "held" if self.held else "missed"
+
+    def __str__(self) -> str:
+        beside = f"; {self.peer}" if self.peer else ""
+        ratio = f"; ratio {self.ratio}" if self.ratio else ""
+        return f"  {self.verdict}: {self.question}: {self.ours}, bound {self.bound}{beside}{ratio}"
+
 
 def pairs(
     ours: Callable[[], float], peer: Callable[[], float], rounds: int = 7, *, warmup: int = 1

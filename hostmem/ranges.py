@@ -6,6 +6,7 @@ import contextlib
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,14 @@ from numpy.typing import NDArray
 __all__ = ["RangeTable"]
 
 _FEW = 6  # ranges: looking at each is faster than a search
+
+
+class _Snapshot(NamedTuple):
+    """Where ranges begin and end, in ascending order."""
+
+    each: tuple[NDArray[np.uint64], NDArray[np.uint64]]
+    joined: tuple[NDArray[np.uint64], NDArray[np.uint64]]
+    """Those that touch are one."""
 
 
 class RangeTable:
@@ -26,7 +35,7 @@ class RangeTable:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the collector may run anybody's code inside
         self._ranges: list[tuple[int, int]] = []  # (start, end), sorted
-        self._snapshot: tuple[NDArray[np.uint64], NDArray[np.uint64]] | None = None
+        self._snapshot: _Snapshot | None = None
 
     def abandon(self) -> None:
         """Empty the table in a forked child, where whoever held the lock does not exist."""
@@ -105,28 +114,25 @@ class RangeTable:
 
     def index_of(self, values: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Give the index in the sorted table of the range that holds each value, or -1."""
-        return _index(values, *self._arrays())
+        return _index(values, *self._arrays().each)
 
     def first_leaving(self, starts: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> int | None:
         """Find the first of the given ranges that begins in a range of the table and leaves it.
 
         Ending in the next range of the table is leaving, too. Sizes are at least 1.
         """
-        snapshot = self._arrays()
-        index = _index(starts, *snapshot)
+        firsts, ends = self._arrays().each
+        index = _index(starts, firsts, ends)
         inside = index >= 0
         if not inside.any():
             return None
         # Ranges do not overlap: what ends in the one that it begins in ends before that does.
-        leaves = inside & (starts + sizes > snapshot[1][index])
+        leaves = inside & (starts + sizes > ends[index])
         return int(leaves.argmax()) if leaves.any() else None
 
     def covers(self, starts: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Tell of each given range whether all of it is in the table; ranges there may touch."""
-        firsts, ends = self._arrays()
-        if len(firsts) > 1:  # those that touch are one
-            apart = firsts[1:] != ends[:-1]
-            firsts, ends = firsts[np.append(True, apart)], ends[np.append(apart, True)]
+        firsts, ends = self._arrays().joined
         stops, inside = starts + sizes, np.zeros(len(starts), np.bool_)
         if len(firsts) <= _FEW:
             for first, end in zip(firsts, ends, strict=True):
@@ -135,12 +141,22 @@ class RangeTable:
         index = _index(starts, firsts, ends)
         return (index >= 0) & (stops <= ends[index])
 
-    def _arrays(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    def encloses(self, start: int, end: int) -> bool:
+        """Tell whether all of ``[start, end)`` is in the table; ranges there may touch."""
+        firsts, ends = self._arrays().joined
+        at = int(firsts.searchsorted(np.uint64(start), side="right")) - 1
+        return at >= 0 and end <= int(ends[at])
+
+    def _arrays(self) -> _Snapshot:
         snapshot = self._snapshot
         if snapshot is None:
             with self._lock:
                 pairs = np.array(self._ranges, np.uint64).reshape(-1, 2)
-                snapshot = self._snapshot = (pairs[:, 0].copy(), pairs[:, 1].copy())
+                firsts, ends = pairs.T.copy()
+                apart = np.ones(len(pairs), np.bool_)  # from the one before
+                apart[1:] = firsts[1:] != ends[:-1]
+                joined = firsts[apart], ends[np.roll(apart, -1)]
+                snapshot = self._snapshot = _Snapshot((firsts, ends), joined)
         return snapshot
 
 

@@ -58,8 +58,8 @@ PROGRAM = """
     mul.wide.u32 %skip2, %piece, 4096;
     mul.wide.u32 %at, %copy, 32;
     add.u64 %at, %rows, %at;
-    ld.volatile.global.v2.b64 {%to2, %from2}, [%at];
-    ld.volatile.global.b64 %size2, [%at+16];
+    ld.global.v2.b64 {%to2, %from2}, [%at];
+    ld.global.b64 %size2, [%at+16];
 
 ITEM:
     mov.b64 %to, %to2;
@@ -76,8 +76,8 @@ ITEM:
     mul.wide.u32 %skip2, %piece, 4096;
     mul.wide.u32 %at, %copy, 32;
     add.u64 %at, %rows, %at;
-    ld.volatile.global.v2.b64 {%to2, %from2}, [%at];
-    ld.volatile.global.b64 %size2, [%at+16];
+    ld.global.v2.b64 {%to2, %from2}, [%at];
+    ld.global.b64 %size2, [%at+16];
 
 COPY:
     setp.ge.u64 %past, %skip, %size;

@@ -97,19 +97,19 @@ class CopyChoice:
         Those between the GPU's memory and registered memory, or within the former, that are small
         and aligned to `GRAIN`. Blocks while limits are measured.
         """
-        limits = self._limits
-        small = sizes <= (_SIZES[-1] if limits is None else max(limits))
-        if np.count_nonzero(small) < _FEWEST:
+        if len(sizes) < _FEWEST:
             return None
-        small &= (destinations | sources | sizes) % np.uint64(GRAIN) == 0
-        gpu, host = self._device.memory, self._device.registered
-        to_gpu, from_gpu = gpu.covers(destinations, sizes), gpu.covers(sources, sizes)
-        up, down = to_gpu & ~from_gpu, from_gpu & ~to_gpu
-        if up.any():
-            up &= host.covers(sources, sizes)
-        if down.any():
-            down &= host.covers(destinations, sizes)
-        ways = up, down, to_gpu & from_gpu
+        limits = self._limits
+        most = _SIZES[-1] if limits is None else max(limits)
+        if int(sizes.min()) > most:
+            return None
+        way = self._way_of_all(destinations, sources, sizes)
+        if way is not None and int(sizes.max()) <= most:
+            limits = self._measured() if limits is None else limits
+            if int(sizes.max()) <= limits[way]:
+                return np.ones(len(sizes), np.bool_) if self._loaded() else None
+        small = (sizes <= most) & ((destinations | sources | sizes) % np.uint64(GRAIN) == 0)
+        ways = self._way_of_each(destinations, sources, sizes)
         if limits is None:
             if np.count_nonzero(small & (ways[0] | ways[1] | ways[2])) < _FEWEST:
                 return None
@@ -117,6 +117,37 @@ class CopyChoice:
         within_limits = [way & (sizes <= limit) for way, limit in zip(ways, limits, strict=True)]
         small &= within_limits[0] | within_limits[1] | within_limits[2]
         return small if np.count_nonzero(small) >= _FEWEST and self._loaded() else None
+
+    def _way_of_all(
+        self, destinations: Addresses, sources: Addresses, sizes: Addresses
+    ) -> int | None:
+        """Return the index of the way that all copies go, if their bounds already tell it."""
+        if int(np.bitwise_or.reduce(destinations | sources | sizes)) % GRAIN:
+            return None
+        longest = int(sizes.max())
+        to, source = ((int(a.min()), int(a.max()) + longest) for a in (destinations, sources))
+        gpu, host = self._device.memory, self._device.registered
+        to_gpu, from_gpu = gpu.encloses(*to), gpu.encloses(*source)
+        if to_gpu and from_gpu:
+            return Limits._fields.index("within")
+        if to_gpu and host.encloses(*source):
+            return Limits._fields.index("up")
+        if from_gpu and host.encloses(*to):
+            return Limits._fields.index("down")
+        return None
+
+    def _way_of_each(
+        self, destinations: Addresses, sources: Addresses, sizes: Addresses
+    ) -> tuple[NDArray[np.bool_], ...]:
+        """Tell for each way which copies go it."""
+        gpu, host = self._device.memory, self._device.registered
+        to_gpu, from_gpu = gpu.covers(destinations, sizes), gpu.covers(sources, sizes)
+        up, down = to_gpu & ~from_gpu, from_gpu & ~to_gpu
+        if up.any():
+            up &= host.covers(sources, sizes)
+        if down.any():
+            down &= host.covers(destinations, sizes)
+        return up, down, to_gpu & from_gpu
 
     def queue(self, stream: int) -> CopyQueue | None:
         """Make a queue of the kernel for a stream; None where there is no memory for it.

@@ -116,8 +116,11 @@ class CopyQueue:
             As of `Stream.copy`; each entry a multiple of `GRAIN`. The GPU fails for good at an
             address that is neither its own nor registered: the caller has made sure.
         """
-        classes = _classes(sizes)
-        if classes.min() != classes.max():  # copies of about a size share a run
+        shortest, longest = _classes(np.array([sizes.min(), sizes.max()]))
+        if shortest == longest:
+            classes = np.full(len(sizes), shortest)
+        else:  # copies of about a size share a run
+            classes = _classes(sizes)
             order = classes.argsort(kind="stable")
             classes = classes[order]
             destinations, sources, sizes = destinations[order], sources[order], sizes[order]

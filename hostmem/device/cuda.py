@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
@@ -31,6 +32,7 @@ from hostmem.turns import NO_TURNS, driver_library, turns_for
 from hostmem.units import parse_size
 
 _POLL = 0.0005  # seconds
+_FIRST_PART = 1024  # copies
 _BLOCKS = 32  # with more, the copy kernel is no faster
 
 __all__ = ["CudaDevice", "CudaEvent", "CudaStream"]
@@ -260,17 +262,30 @@ class CudaStream(Stream):
         device = self._device
         if device.aliases is not None:
             destinations, sources = device.aliases.of(destinations), device.aliases.of(sources)
-        copies = device.copies
-        by_kernel = copies.by_kernel(destinations, sources, sizes)
-        if by_kernel is not None and (queue := self._queue(copies)) is not None:
-            every = by_kernel.all()
-            chosen = slice(None) if every else by_kernel
-            queue.submit(destinations[chosen], sources[chosen], sizes[chosen])
-            if every:
+        batch = destinations, sources, sizes
+        rest = self._by_kernel(batch)  # for a copy engine
+        if not rest.all():
+            if not rest.any():
                 return
-            rest = ~by_kernel
-            destinations, sources, sizes = destinations[rest], sources[rest], sizes[rest]
+            destinations, sources, sizes = (column[rest] for column in batch)
         device.driver.copy_batch(device.ordinal, destinations, sources, sizes, self.handle)
+
+    def _by_kernel(self, batch: tuple[NDArray[np.uint64], ...]) -> NDArray[np.bool_]:
+        """Submit what is for the copy kernel of a batch; tell what was not."""
+        copies = self._device.copies
+        rest = np.ones(len(batch[0]), np.bool_)
+        for part in _parts(len(rest)):
+            columns = [column[part] for column in batch]
+            chosen = copies.by_kernel(*columns)
+            if chosen is None:
+                continue
+            if (queue := self._queue(copies)) is None:
+                break
+            if not chosen.all():
+                columns = [column[chosen] for column in columns]
+            queue.submit(*columns)
+            rest[part] = ~chosen
+        return rest
 
     def _queue(self, copies: CopyChoice) -> CopyQueue | None:
         """Return what feeds the copy kernel here; None where there is no memory for it."""
@@ -313,6 +328,15 @@ def _destroy(device: CudaDevice, stream: int, queues: list[CopyQueue], pid: int)
         for queue in queues:
             queue.close()
         driver.stream_destroy(device.ordinal, stream)
+
+
+def _parts(count: int) -> Iterator[slice]:
+    """Cut a batch in parts that grow: the first runs while the others are prepared."""
+    start, size = 0, _FIRST_PART
+    while count - start > 2 * size:
+        yield slice(start, start + size)
+        start, size = start + size, size * 4
+    yield slice(start, count)
 
 
 def _largest(given: int | str | None) -> int | None:
