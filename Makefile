@@ -11,7 +11,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-numa lint types wheel-test bench clean
+.PHONY: help demo test test-engines test-numa lint types wheel-test bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -43,6 +43,22 @@ demo: .venv/runtime.stamp  ## replay a small generated trace over gpu, host and 
 test: .venv/dev.stamp  ## run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# Engines as the index has them, without their requirements (for GPUs, gigabytes): those that their
+# classes need on the CPU are the group `engines`. torch is the CPU build where pip finds one.
+ENGINES := vllm==0.33.0
+ENGINE_BIN := $(BUILD)/engines/venv/bin
+
+$(BUILD)/engines/venv/stamp: pyproject.toml Makefile
+	@echo "making $(BUILD)/engines/venv (minutes: torch, and engines of some 350 MB)"
+	@$(PYTHON) -m venv $(BUILD)/engines/venv
+	@$(ENGINE_BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(ENGINE_BIN)/python -m pip install --quiet --group engines --editable .
+	@$(ENGINE_BIN)/python -m pip install --quiet --no-deps $(ENGINES)
+	@touch $@
+
+test-engines: $(BUILD)/engines/venv/stamp  ## run the plug-ins against the engines' own classes
+	$(ENGINE_BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
+
 # A guest with two memory nodes and one without CPUs, in an emulator; packages of Debian or
 # Ubuntu are fetched for it the first time (45 MB into build/guest, nothing is installed).
 test-numa: .venv/dev.stamp  ## run the tests of memory nodes and control groups in a guest
@@ -59,7 +75,7 @@ wheel-test: .venv/dev.stamp  ## build the wheel, install it elsewhere, import it
 	$(BIN)/python -m pytest -m wheel $(PYTEST_ARGS)
 
 # One after the other, so that they do not measure each other.
-BENCHES := $(filter-out __init__ measure peers,$(basename $(notdir $(wildcard bench/*.py))))
+BENCHES := $(filter-out __init__ leaving measure peers probe rank,$(basename $(notdir $(wildcard bench/*.py))))
 
 bench: .venv/runtime.stamp  ## run every benchmark
 	@set -e; for name in $(BENCHES); do echo "== bench.$$name"; $(BIN)/python -m bench.$$name; done

@@ -14,7 +14,7 @@ fares worst. Each process fills once before, at the default setting, which is sh
 starts only once. ``--threads share`` gives all populating threads together half of the CPUs.
 
 **Leaving.** Three processes hold memory and end in various ways at the same time, while a fourth
-fills at a moderate rate and a fifth only makes calls.
+fills at a moderate rate and a fifth only makes calls (bench.leaving).
 """
 
 from __future__ import annotations
@@ -28,29 +28,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.leaving import HOLDERS, leave_in_turn, leaving_findings, leaving_table, shown
 from bench.measure import Finding, Table, compare, machine_line, quartiles, spread, write_tables
-from bench.probe import ProbeError, Stalls, built, calls_of, most_blocked, worst_call
-from bench.rank import ARMS, LEAVES, Rank, RankFailedError, together
+from bench.probe import ProbeError, built, calls_of, most_blocked, worst_call
+from bench.rank import ARMS, DEFAULT, Rank, RankFailedError, together
 from bench.stalls import show
 from hostmem import CudaDevice, preflight, resolve_device
 from hostmem.units import align_down, format_size, parse_size
 
 GIB = 1 << 30
 GRAIN = 32 << 20  # bytes that sizes are multiples of
-LEAST = GRAIN  # bytes each, below which nothing is measured
-OURS = [name for name in ARMS if name.startswith("registered")]
-FIRST, DEFAULT, UNBOUND = "registered, first fill", OURS[0], OURS[-1]
-SETTLE = 0.2  # seconds from an order to the common start, and after an end
+OURS = [name for name in ARMS if name.startswith(DEFAULT)]
+PEERS = [name for name in ARMS if name not in OURS]
+FIRST, UNBOUND = "registered, first fill", OURS[-1]
+SETTLE = 0.2  # seconds from an order to the common start
 MANY = 8  # processes, at least, that these bounds are for
 WORST, BLOCKED, RATE = 10e-3, 0.03, 0.72
-LEAVING_WORST = 40e-3  # seconds
-HOLDERS = 3
-SERVER_CALLS = ("memory", "memset")
-NOBODY = "nobody ends"
-NOBODY_FOR = 2.0  # seconds
-SLOW_FILL = 8.0  # seconds that the fill takes beside which others leave
-
-Seen = dict[str, Stalls]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,11 +63,8 @@ class Run:
 Runs = dict[str, list[Run]]
 
 
-# ------------------------------------------------------------------------------------------ filling
-
-
-def run(ranks: Sequence[Rank], arm: str, size: int, options: dict[str, Any]) -> Run:
-    """Have all ranks get memory, and then all give it back."""
+def run(ranks: Sequence[Rank], arm: str, size: int, options: dict[str, Any]) -> Run | str:
+    """Have all ranks get memory, and then all give it back; or say why that was refused."""
     start = time.monotonic() + SETTLE
     for rank in ranks:
         rank.tell("fill", arm=arm, size=size, at=start, options=options)
@@ -82,6 +72,9 @@ def run(ranks: Sequence[Rank], arm: str, size: int, options: dict[str, Any]) -> 
     for rank in ranks:
         rank.tell("free")
     freed = [rank.hear() for rank in ranks]
+    refused = [one["refused"] for one in filled if "refused" in one]
+    if refused:
+        return f"{arm} in {len(ranks)} processes: {refused[0]}"
     return Run(
         max(one["finish"] for one in filled) - start,
         max(worst_call(one["seen"]) for one in filled),
@@ -92,28 +85,51 @@ def run(ranks: Sequence[Rank], arm: str, size: int, options: dict[str, Any]) -> 
 
 def fill_together(
     count: int, library: Path, ordinal: int, arguments: argparse.Namespace
-) -> tuple[Runs, list[str]]:
-    """Run all arms in so many processes; say what came of them, and of each process's turns."""
+) -> tuple[Runs, list[str], list[str]]:
+    """Run all arms in so many processes.
+
+    Returns
+    -------
+    dict of str to list of Run
+        By arm, in the order of the table.
+    list of str
+        How each process's turns with the others went.
+    list of str
+        Peers that the driver refused, and why.
+    """
+    pages = arguments.pages
     threads = thread_count(arguments.threads, count)
-    runs: Runs = {}
+    options = {one: {"page_mode": one, "fill_threads": threads} for one in pages}
+    arms: dict[str, tuple[str, dict[str, Any]]] = {FIRST: (DEFAULT, options[pages[0]])}
+    arms |= {f"{name}, {one}": (name, options[one]) for one in pages for name in OURS}
+    arms |= {name: (name, {}) for name in PEERS}
+    runs: Runs = {label: [] for label in arms}
+    refused: list[str] = []
     with together(count, library, ordinal, arguments.calls) as ranks:
         for rank in ranks:
             rank.tell("touch", size=arguments.size)
         for rank in ranks:
             rank.hear()
-        pages = arguments.pages
-        options = {one: {"page_mode": one, "fill_threads": threads} for one in pages}
-        runs[FIRST] = [run(ranks, DEFAULT, arguments.size, options[pages[0]])]
-        for turn in range(arguments.rounds):
-            arms = {f"{name}, {one}": (name, options[one]) for name in OURS for one in pages}
-            if turn < arguments.peer_rounds:
-                arms |= {name: (name, {}) for name in ARMS if name not in OURS}
-            order = list(arms.items())
-            for label, (arm, of_ours) in order if turn % 2 == 0 else reversed(order):
-                runs.setdefault(label, []).append(run(ranks, arm, arguments.size, of_ours))
+        for turn in range(-1, arguments.rounds):
+            labels = [one for one in arms if is_due(one, turn, arguments.peer_rounds)]
+            for label in labels if turn % 2 == 0 else reversed(labels):
+                arm, of_ours = arms[label]
+                done = run(ranks, arm, arguments.size, of_ours)
+                if isinstance(done, Run):
+                    runs[label].append(done)
+                else:
+                    refused.append(done)
         for rank in ranks:
             rank.tell("turns")
-        return runs, [rank.hear()["turns"] for rank in ranks]
+        turns = [rank.hear()["turns"] for rank in ranks]
+    return {label: ones for label, ones in runs.items() if ones}, turns, refused
+
+
+def is_due(label: str, turn: int, peer_rounds: int) -> bool:
+    """Tell whether an arm runs in a round: round -1 is the first fill, and no more."""
+    if label == FIRST or turn < 0:
+        return label == FIRST and turn < 0
+    return label not in PEERS or turn < peer_rounds
 
 
 def thread_count(asked: str, ranks: int) -> int | str:
@@ -123,14 +139,9 @@ def thread_count(asked: str, ranks: int) -> int | str:
     return asked if asked == "auto" else int(asked)
 
 
-def shown(values: Sequence[float], scale: float = 1.0, digits: int = 2) -> str:
-    """Show the median and the quartiles, or the one value there is."""
-    if len(values) == 1:
-        return f"{values[0] * scale:.{digits}f}"
-    return quartiles(values, scale, digits)
-
-
-def filling_table(found: dict[int, Runs], arguments: argparse.Namespace) -> Table:
+def filling_table(
+    found: dict[int, Runs], refused: list[str], arguments: argparse.Namespace
+) -> Table:
     rows = []
     for count, runs in found.items():
         for name, ones in runs.items():
@@ -151,6 +162,7 @@ def filling_table(found: dict[int, Runs], arguments: argparse.Namespace) -> Tabl
     note = (
         "Median (quartiles) of the runs; of the process and the kind of call that fare worst; "
         f"calls: {', '.join(arguments.calls)}; populating threads of each by processes: {threads}."
+        f"{''.join(f' Refused: {one}.' for one in refused)}"
     )
     return Table(f"Processes that get {format_size(arguments.size)} each", columns, rows, note)
 
@@ -191,144 +203,6 @@ def filling_findings(found: dict[int, Runs], pages: str, size: int) -> list[Find
             rate.ratio >= RATE if enough else None,
         ),
     ]
-
-
-# ------------------------------------------------------------------------------------------ leaving
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Left:
-    """What others saw while some left."""
-
-    filler: Seen
-    server: Seen
-    seconds: float
-    """From the order to the end of the last."""
-    filling: bool
-    """Whether the fill beside them ran to the end of the watch."""
-
-
-def leave(how: str, size: int, library: Path, ordinal: int, filler: Rank, server: Rank) -> Left:
-    """Have holders fill and then leave, or nobody, beside a filler and a server."""
-    with together(HOLDERS, library, ordinal, (), "holder") as holders:
-        start = time.monotonic()
-        for holder in holders:
-            holder.tell("fill", arm=DEFAULT, size=size, at=start, options={})
-        for holder in holders:
-            holder.hear()
-        filler.tell("fill_slowly", size=size, rate=size / SLOW_FILL, options={"fill_threads": 1})
-        filler.hear()
-        time.sleep(SETTLE)  # until it is under way
-        for other in (filler, server):
-            other.tell("reset")
-            other.hear()
-        start = time.monotonic()
-        if how == NOBODY:
-            time.sleep(NOBODY_FOR)
-        else:
-            for holder in holders:
-                holder.leave(how)
-            for holder in holders:
-                status = holder.reap()
-                if status != LEAVES[how]:
-                    raise RankFailedError(f"{holder.name}: ended by {how} with status {status}")
-        seconds = time.monotonic() - start
-        time.sleep(SETTLE)  # the kernel may have more to do
-        seen = []
-        for other in (filler, server):
-            other.tell("read")
-            seen.append(other.hear())
-        filler.tell("free")
-        filler.hear()
-    return Left(seen[0]["seen"], seen[1]["seen"], seconds, seen[0]["filling"])
-
-
-def leave_in_turn(
-    ways: Sequence[str], library: Path, ordinal: int, arguments: argparse.Namespace
-) -> dict[str, list[Left]]:
-    """Try each way so many times."""
-    with (
-        together(1, library, ordinal, arguments.calls, "filler") as (filler,),
-        together(1, library, ordinal, SERVER_CALLS, "server") as (server,),
-    ):
-        found: dict[str, list[Left]] = {way: [] for way in ways}
-        for _ in range(arguments.leave_rounds):
-            for way in ways:
-                one = leave(way, arguments.leave_size, library, ordinal, filler, server)
-                found[way].append(one)
-        return found
-
-
-def leaving_table(found: dict[str, list[Left]], size: int) -> Table:
-    rows = []
-    for way, ones in found.items():
-        rows.append(
-            [
-                way,
-                shown([one.seconds for one in ones]),
-                shown([worst_call(one.filler) for one in ones], 1e3),
-                shown([most_blocked(one.filler) for one in ones], 100, 1),
-                *(shown([one.server[call].worst for one in ones], 1e3) for call in SERVER_CALLS),
-            ]
-        )
-    columns = [
-        f"{HOLDERS} end by",
-        "in, s",
-        "filler: longest, ms",
-        "blocked, %",
-        *(f"server: {call}, ms" for call in SERVER_CALLS),
-    ]
-    ended = [way for way, ones in found.items() if not all(one.filling for one in ones)]
-    note = f"The fill beside them ended before the watch did: {', '.join(ended)}." if ended else ""
-    return Table(f"Processes that leave, holding {format_size(size)} each", columns, rows, note)
-
-
-def leaving_findings(found: dict[str, list[Left]]) -> list[Finding]:
-    result = []
-    for way, ones in found.items():
-        if way in (NOBODY, "SIGKILL"):
-            continue
-        worst = max(max(worst_call(one.filler), worst_call(one.server)) for one in ones)
-        killed = found.get("SIGKILL", [])
-        peer = max((max(worst_call(k.filler), worst_call(k.server)) for k in killed), default=None)
-        result.append(
-            Finding(
-                f"longest call of others while {HOLDERS} processes leave by {way}",
-                f"{worst * 1e3:.1f} ms",
-                f"< {LEAVING_WORST * 1e3:g} ms",
-                "" if peer is None else f"SIGKILL: {peer * 1e3:.1f} ms",
-                "" if peer is None else f"{worst / peer:.3f}",
-                worst < LEAVING_WORST,
-            )
-        )
-    return result
-
-
-# --------------------------------------------------------------------------------------------------
-
-
-def fitting(size: int, processes: int) -> int:
-    """Return the size, or the most that so many processes can have here, rounded down.
-
-    Raises
-    ------
-    SystemExit
-        That is next to nothing.
-    """
-    each = size * 9 // 8  # page tables, and what an interpreter and a context take
-    room = preflight(each, device="cpu", ranks=processes)
-    fits = size if room.fits else align_down(room.recommended * 8 // 9, GRAIN)
-    if fits < LEAST:
-        raise SystemExit(
-            f"{processes} processes can have {format_size(room.recommended)} each, which is too "
-            f"little to measure anything with; free memory, or give fewer --ranks"
-        )
-    if fits < size:
-        print(
-            f"{processes} processes cannot have {format_size(size)} each: "
-            f"{format_size(fits)} instead"
-        )
-    return fits
 
 
 def parse() -> argparse.Namespace:
@@ -375,49 +249,79 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace, device: CudaDevice, library: Path) -> None:
+    """Measure the parts; what is done is printed and written before the next part begins."""
     began = time.monotonic()
     print(f"contention, {device.name}")
     tables: list[Table] = []
     held: list[Finding] = []
-    facts: dict[str, Any] = {}
-    if "filling" in arguments.parts:
-        arguments.size = fitting(arguments.size, max(arguments.ranks))
-        found: dict[int, Runs] = {}
-        facts["turns"] = {}
-        for count in arguments.ranks:
-            found[count], facts["turns"][count] = fill_together(
-                count, library, device.ordinal, arguments
-            )
-        tables.append(filling_table(found, arguments))
-        for pages in arguments.pages:
-            held += filling_findings(found, pages, arguments.size)
-        print(tables[-1])
-        facts["filling"] = {
-            count: {name: [dataclasses.asdict(one) for one in ones] for name, ones in runs.items()}
-            for count, runs in found.items()
-        }
-    if "leaving" in arguments.parts:
-        arguments.leave_size = fitting(arguments.leave_size, HOLDERS + 1)
-        left = leave_in_turn([NOBODY, *LEAVES], library, device.ordinal, arguments)
-        tables.append(leaving_table(left, arguments.leave_size))
-        held += leaving_findings(left)
-        print(tables[-1])
-        facts["leaving"] = {
-            way: [dataclasses.asdict(o) for o in ones] for way, ones in left.items()
-        }
-    show(held)
-    print(f"  took {time.monotonic() - began:.0f} s")
-    if arguments.json:
-        write_tables(
-            arguments.json,
-            tables,
-            held,
-            device=device.name,
-            size=arguments.size,
-            leave_size=arguments.leave_size,
-            calls=arguments.calls,
-            **facts,
+    facts: dict[str, Any] = {"device": device.name, "calls": arguments.calls}
+    for part in arguments.parts:
+        if part == "filling":
+            table, found = filling(arguments, device.ordinal, library, facts)
+        else:
+            table, found = leaving(arguments, device.ordinal, library, facts)
+        tables.append(table)
+        held += found
+        print(table)
+        show(found)
+        print(f"  {time.monotonic() - began:.0f} s so far")
+        if arguments.json:
+            write_tables(arguments.json, tables, held, **facts)
+
+
+def filling(
+    arguments: argparse.Namespace, ordinal: int, library: Path, facts: dict[str, Any]
+) -> tuple[Table, list[Finding]]:
+    """Measure the filling, for each number of processes."""
+    arguments.size = fitting(arguments.size, max(arguments.ranks))
+    found: dict[int, Runs] = {}
+    facts |= {"size": arguments.size, "turns": {}}
+    refused: list[str] = []
+    for count in arguments.ranks:
+        found[count], facts["turns"][count], said = fill_together(
+            count, library, ordinal, arguments
         )
+        refused += said
+    facts["filling"] = {
+        count: {name: [dataclasses.asdict(one) for one in ones] for name, ones in runs.items()}
+        for count, runs in found.items()
+    }
+    findings = [
+        one for pages in arguments.pages for one in filling_findings(found, pages, arguments.size)
+    ]
+    return filling_table(found, refused, arguments), findings
+
+
+def leaving(
+    arguments: argparse.Namespace, ordinal: int, library: Path, facts: dict[str, Any]
+) -> tuple[Table, list[Finding]]:
+    """Measure the leaving, in each way."""
+    size = fitting(arguments.leave_size, HOLDERS + 1)
+    left = leave_in_turn(size, arguments.leave_rounds, library, ordinal, arguments.calls)
+    facts["leave_size"] = size
+    facts["leaving"] = {way: [dataclasses.asdict(o) for o in ones] for way, ones in left.items()}
+    return leaving_table(left, size), leaving_findings(left)
+
+
+def fitting(size: int, processes: int) -> int:
+    """Return the size, or the most that so many processes can have here, in whole units.
+
+    Raises
+    ------
+    SystemExit
+        That is next to nothing.
+    """
+    each = size * 9 // 8  # page tables, and what an interpreter and a context take
+    room = preflight(each, device="cpu", ranks=processes)
+    fits = size if room.fits else align_down(room.recommended * 8 // 9, GRAIN)
+    if not fits:
+        raise SystemExit(
+            f"{processes} processes can have {format_size(room.recommended)} each, which is too "
+            f"little to measure anything with: free memory, or name fewer processes"
+        )
+    if fits < size:
+        print(f"{format_size(fits)} each: {processes} x {format_size(size)} are not free here")
+    return fits
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from bench.probe import Probe, Stalls
 from hostmem import CudaDevice, HostMem, close_on_signal
 from hostmem.turns import NO_TURNS
 
-__all__ = ["ARMS", "LEAVES", "Rank", "RankFailedError", "together"]
+__all__ = ["ARMS", "DEFAULT", "LEAVES", "Rank", "RankFailedError", "together"]
 
 MIB = 1 << 20
 UNIT = 32 * MIB  # of cuMemCreate
@@ -39,6 +39,10 @@ class Held(Protocol):
     """Host memory that a rank has got."""
 
     def close(self) -> None: ...
+
+
+class RefusedError(Exception):
+    """The driver refused a call of a peer's."""
 
 
 # ------------------------------------------------------------------------------ ways to get memory
@@ -115,12 +119,14 @@ def _ask(call: str, *arguments: Any) -> Any:
 
     code, *results = getattr(cu, call)(*arguments)
     if code != cu.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"{call}: {code.name}")
+        raise RefusedError(f"{call}: {code.name}")
     return results[0] if results else None
 
 
+DEFAULT = "registered"
+"""The arm that is ours at its default setting."""
 ARMS: dict[str, Callable[..., Held]] = {
-    "registered": _ours,
+    DEFAULT: _ours,
     "registered, no turns": _no_turns,
     "registered, no turns, unbound": _unbound,
     "cuMemCreate(HOST_NUMA)": _HostNuma,
@@ -146,10 +152,13 @@ class _Worker:
         return {}
 
     def fill(self, arm: str, size: int, at: float, options: Answer) -> Answer:
-        """Get memory, from a moment of time.monotonic on, and hold it."""
+        """Get memory, from a moment of time.monotonic on, and hold it; or say who refused it."""
         time.sleep(max(at - time.monotonic(), 0))
         self._probe.reset()
-        self.held = ARMS[arm](self._device, size, **options)
+        try:
+            self.held = ARMS[arm](self._device, size, **options)
+        except RefusedError as error:
+            return {"refused": str(error)}
         finish = time.monotonic()
         return {"finish": finish, "seen": self._seen()}
 
@@ -172,6 +181,7 @@ class _Worker:
         """Give the memory back, and say what the probe saw meanwhile."""
         self._probe.reset()
         self.held.close()
+        self.held = contextlib.ExitStack()
         return {"seen": self._seen()}
 
     def turns(self) -> Answer:
@@ -253,6 +263,7 @@ class Rank:
             cwd=Path(__file__).parents[1],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,  # nothing is left to write when it is closed
         )
         self._doing = "start"
         self._read = b""
@@ -294,7 +305,6 @@ class Rank:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
         except BrokenPipeError:
             self._failed()
 

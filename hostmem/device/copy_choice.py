@@ -101,12 +101,15 @@ class CopyChoice:
             return None
         limits = self._limits
         most = _SIZES[-1] if limits is None else max(limits)
-        if int(sizes.min()) > most:
+        shortest, longest = int(sizes.min()), int(sizes.max())
+        if shortest > most:
             return None
-        way = self._way_of_all(destinations, sources, sizes)
-        if way is not None and int(sizes.max()) <= most:
+        way = self._way_of_all(destinations, sources, sizes, longest)
+        if way is not None and longest <= most:
             limits = self._measured() if limits is None else limits
-            if int(sizes.max()) <= limits[way]:
+            if shortest > limits[way]:
+                return None
+            if longest <= limits[way]:
                 return np.ones(len(sizes), np.bool_) if self._loaded() else None
         small = (sizes <= most) & ((destinations | sources | sizes) % np.uint64(GRAIN) == 0)
         ways = self._way_of_each(destinations, sources, sizes)
@@ -119,12 +122,11 @@ class CopyChoice:
         return small if np.count_nonzero(small) >= _FEWEST and self._loaded() else None
 
     def _way_of_all(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses
+        self, destinations: Addresses, sources: Addresses, sizes: Addresses, longest: int
     ) -> int | None:
         """Return the index of the way that all copies go, if their bounds already tell it."""
         if int(np.bitwise_or.reduce(destinations | sources | sizes)) % GRAIN:
             return None
-        longest = int(sizes.max())
         to, source = ((int(a.min()), int(a.max()) + longest) for a in (destinations, sources))
         gpu, host = self._device.memory, self._device.registered
         to_gpu, from_gpu = gpu.encloses(*to), gpu.encloses(*source)

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from hostmem._sys import linux
 from hostmem._sys.copy_pages import GRAIN, NAME, PIECE, PROGRAM, ROW, THREADS, WARP
-from hostmem.device.memory import CudaMemory
 from hostmem.units import align_up
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ __all__ = ["GRAIN", "CopyKernel", "CopyQueue"]
 Addresses = NDArray[np.uint64]
 
 _ROWS = 1 << 16  # of a queue's table
-_MOST = 1 << 14  # copies of one submission; one row more brings the others to the GPU
+_MOST = 1 << 14  # copies of one submission
 _WORDS = ROW // 8
 
 
@@ -51,10 +50,14 @@ class CopyKernel:
         self._handle = device.driver.kernel(device.ordinal, PROGRAM, NAME)
 
     def run(self, table: int, rows: int, longest: int, stream: int) -> None:
-        """Submit the copies of rows at an address of the GPU's, none over ``longest`` bytes."""
+        """Submit the copies of a table's rows, none over ``longest`` bytes."""
         pieces = -(-longest // PIECE)
-        blocks = min(self.blocks, -(-rows * pieces * WARP // THREADS))
-        arguments = table, rows, pieces
+        items = rows * pieces
+        blocks = min(self.blocks, -(-items * WARP // THREADS))
+        warps = blocks * THREADS // WARP
+        turns = -(-items // (warps * WARP))
+        share = -(-items // (warps * turns))  # all warps are done after as many turns
+        arguments = table, rows, pieces, share
         device = self.device
         device.driver.launch(device.ordinal, self._handle, blocks, THREADS, arguments, stream)
 
@@ -62,10 +65,8 @@ class CopyKernel:
 class CopyQueue:
     """Submits batches of copies to one stream as runs of the kernel.
 
-    What to copy goes into a table of registered host memory, used as a ring. A run of the kernel
-    brings the rows of a batch to the GPU's memory, where the next ones read them: read from the
-    host one by one they would cost a twentieth of the rate, and a copy engine would bring them
-    behind whatever it is busy with.
+    What to copy goes into a table of registered host memory, used as a ring, where the kernel reads
+    it.
 
     Parameters
     ----------
@@ -76,8 +77,8 @@ class CopyQueue:
 
     Raises
     ------
-    CuOOMError, HostOOMError
-        There is no memory for the table: 2 MiB of the host's and of the GPU's.
+    HostOOMError
+        There is no memory for the table: 2 MiB of the host's.
     CuError
         The driver does not register it.
     """
@@ -92,8 +93,6 @@ class CopyQueue:
         self._busy: deque[_Busy] = deque()
         nbytes = _ROWS * ROW
         with contextlib.ExitStack() as undo:
-            self._memory = CudaMemory(device, nbytes, nbytes, nbytes)
-            undo.callback(self._memory.close)
             self._address = linux.reserve(nbytes, PIECE)
             undo.callback(linux.unmap, self._address, nbytes)
             linux.advise_no_fork(self._address, nbytes)
@@ -139,17 +138,14 @@ class CopyQueue:
         classes: NDArray[np.intp],
     ) -> None:
         count = len(sizes)
-        busy = self._room_for(count + 1)
+        busy = self._room_for(count)
         at = busy.first % _ROWS
-        host, gpu = (base + at * ROW for base in (self._address, self._memory.address))
-        table = self._table[at : at + 1 + count]
-        table[0, :3] = gpu + ROW, host + ROW, count * ROW
-        table[1:, 0], table[1:, 1], table[1:, 2] = destinations, sources, sizes
-        run = self._kernel.run
-        run(host, 1, count * ROW, self._stream)
+        table = self._table[at : at + count]
+        table[:, 0], table[:, 1], table[:, 2] = destinations, sources, sizes
         (changes,) = (classes[1:] != classes[:-1]).nonzero()
         for start, end in pairwise([0, *(changes + 1).tolist(), count]):
-            run(gpu + (1 + start) * ROW, end - start, int(sizes[start:end].max()), self._stream)
+            address, longest = self._address + (at + start) * ROW, int(sizes[start:end].max())
+            self._kernel.run(address, end - start, longest, self._stream)
         busy.event = self._device.event(self._stream)
 
     def _room_for(self, rows: int) -> _Busy:
@@ -180,7 +176,6 @@ class CopyQueue:
         with self._lock, contextlib.ExitStack() as stack:
             self._closed = True
             self._busy.clear()
-            stack.callback(self._memory.close)
             stack.callback(linux.unmap, self._address, _ROWS * ROW)
             self._unregister()
 

@@ -19,7 +19,7 @@ __all__ = ["CopyRates", "Rates"]
 Addresses = NDArray[np.uint64]
 
 _BATCH, _MOST = 16 << 20, 512  # of a measurement: bytes, and copies
-_UNIT = 8 << 20  # bytes of a registration, like those of a fill
+_UNIT = 2 << 20  # bytes of a registration: an engine pays for going from one to another
 _TRIES = 3
 _LEAST = 1e-9  # seconds, where a clock saw nothing pass
 

@@ -245,7 +245,9 @@ class FakeDriver:
         self._begin("cuLaunchKernel", blocks, ordinal=ordinal)
         if blocks < 1 or threads != copy_pages.THREADS:
             refuse(Result.INVALID_VALUE, "cuLaunchKernel", f"{blocks} blocks of {threads} threads")
-        table, rows, pieces = arguments
+        table, rows, pieces, share = arguments
+        if not 1 <= share <= copy_pages.WARP:
+            refuse(Result.INVALID_VALUE, "cuLaunchKernel", f"{share} pieces for a warp")
         run = partial(self._copy_pages, table, rows, pieces)
         self._stream("cuLaunchKernel", stream).call(run)
 

@@ -1,12 +1,13 @@
 /* A libcuda.so.1 for machines without one: it answers yes, and registers by waiting.
  *
  * As the real driver, it holds a lock of the process while it registers or allocates host memory,
- * and the calls that a probe makes take that lock, too. Environment variables of the process:
+ * and the calls that a probe makes take that lock, too. A test tells it what to do by files in the
+ * folder that the environment variable STUB_FOLDER names:
  *
- *   STUB_HOLD      a folder. A call of NAME while the file hold.NAME is there makes a file held.NAME
- *                  and lasts until hold.NAME is gone.
- *   STUB_REFUSE    NAME:ANSWER, so that these calls fail.
- *   STUB_MICROSECONDS  that registering or allocating a MiB of host memory takes (0).
+ *   hold.NAME    calls of NAME last until it is gone, after having made a file held.NAME
+ *   refuse.NAME  calls of NAME answer the number in it
+ *
+ * STUB_MICROSECONDS is what registering or allocating a MiB of host memory takes.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -22,27 +23,34 @@ typedef uint64_t address_t;
 typedef void *handle_t;
 
 enum { OUT_OF_MEMORY = 2, NOT_FOUND = 500 };
+enum { HOLD_AT_MOST = 200000 }; /* times 100 us and more: a test that failed must not hang */
 
 static pthread_mutex_t driver = PTHREAD_MUTEX_INITIALIZER;
 static char some[64]; /* whose addresses are handles and device memory */
 
 static int begin(const char *name)
 {
-    const char *folder = getenv("STUB_HOLD"), *refuse = getenv("STUB_REFUSE");
-    size_t length = strlen(name);
-    char hold[4096], held[4096];
-    if (folder) {
-        snprintf(hold, sizeof hold, "%s/hold.%s", folder, name);
+    const char *folder = getenv("STUB_FOLDER");
+    char path[4096];
+    int answer = 0;
+    if (!folder)
+        return 0;
+    snprintf(path, sizeof path, "%s/hold.%s", folder, name);
+    if (!access(path, F_OK)) {
+        char held[4096];
         snprintf(held, sizeof held, "%s/held.%s", folder, name);
-        if (!access(hold, F_OK)) {
-            close(open(held, O_CREAT | O_WRONLY, 0600));
-            while (!access(hold, F_OK))
-                usleep(100);
-        }
+        close(open(held, O_CREAT | O_WRONLY, 0600));
+        for (int i = 0; i < HOLD_AT_MOST && !access(path, F_OK); i++)
+            usleep(100);
     }
-    if (refuse && !strncmp(refuse, name, length) && refuse[length] == ':')
-        return atoi(refuse + length + 1);
-    return 0;
+    snprintf(path, sizeof path, "%s/refuse.%s", folder, name);
+    FILE *file = fopen(path, "r");
+    if (file) {
+        if (fscanf(file, "%d", &answer) != 1)
+            answer = 1;
+        fclose(file);
+    }
+    return answer;
 }
 
 static int locked(const char *name, size_t bytes)
@@ -99,7 +107,11 @@ int cuMemHostAlloc(void **to, size_t bytes, unsigned flags)
     *to = aligned_alloc(4096, bytes);
     return *to ? locked("cuMemHostAlloc", bytes) : OUT_OF_MEMORY;
 }
-int cuMemFreeHost(void *at) { free(at); return 0; }
+int cuMemFreeHost(void *at)
+{
+    free(at);
+    return begin("cuMemFreeHost");
+}
 
 int cuMemAddressReserve(address_t *to, size_t bytes, size_t a, address_t at, uint64_t flags)
 {

@@ -164,13 +164,15 @@ class ChunkMemory:
                 f"{len(numbers)} blocks and {len(ids)} chunks were given, of groups that have "
                 f"{block} blocks in {chunk} chunks"
             )
-        if len(ids) and not (0 <= ids.min() and ids.max() < self.chunks):
-            raise ValueError(f"chunks: {ids.min()}..{ids.max()} are not all in 0..{self.chunks - 1}")
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.chunks):
+            raise ValueError(f"chunks: {ids.min()}..{ids.max()}, of 0..{self.chunks - 1}")
         return found
 
     def nbytes(self, places: Iterable[Places]) -> int:
         """Bytes that are copied for blocks."""
-        return sum(len(at.blocks) * sum(size for _, size in self._groups[at.group]) for at in places)
+        return sum(
+            len(at.blocks) * sum(size for _, size in self._groups[at.group]) for at in places
+        )
 
     def plan(self, places: Iterable[Places], *, to_host: bool) -> CopyPlan | None:
         """Work out the copies for blocks, and wait until the memory of their chunks is there.
@@ -195,15 +197,17 @@ class ChunkMemory:
         plans = []
         for at in places:
             self._pool.wait_usable(at.chunks.astype(np.int32))
-            chunks = self._pool.addresses(at.chunks)
+            chunks = self._pool.addresses(at.chunks.astype(np.int32))
             for index, size in self._groups[at.group]:
                 tensor = self._tensors[index]
                 pages = _at(tensor.base, at.blocks, tensor.stride)
                 hosts = chunks + _at(self._offsets[index], at.parts, tensor.page_bytes)
-                plan = CopyPlan.of(hosts, pages, size) if to_host else CopyPlan.of(pages, hosts, size)
+                if to_host:
+                    plan = CopyPlan.of(hosts, pages, size)
+                else:
+                    plan = CopyPlan.of(pages, hosts, size)
                 if self.blocks_per_chunk > 1:  # otherwise no copy continues another
-                    spaces = (self._pool, tensor) if to_host else (tensor, self._pool)
-                    plan = plan.merged(*spaces)
+                    plan = plan.merged(*((self._pool, tensor) if to_host else (tensor, self._pool)))
                 plans.append(plan)
         return CopyPlan.joined(plans) if plans else None
 

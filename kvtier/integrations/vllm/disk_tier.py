@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -23,7 +22,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from hostmem.device import DONE
 from hostmem.units import Size, parse_size
-from kvtier.integrations.vllm.slot_directory import SlotDirectory
+from kvtier.eviction import make_policy
+from kvtier.integrations.vllm.slot_directory import Entry, SlotDirectory
 from kvtier.transfer.disk import SlotFile
 from kvtier.transfer.jobs import Dependencies
 from kvtier.transfer.page_events import PageEvents
@@ -38,15 +38,19 @@ __all__ = ["KvtierDiskTier"]
 class _Job:
     """Slots that are being written or read."""
 
-    __slots__ = ("began", "complete", "events", "is_load", "keys", "others")
+    __slots__ = ("began", "complete", "entries", "events", "is_load")
 
     def __init__(
-        self, keys: list[OffloadKey], events: PageEvents | None, *, is_load: bool, complete: bool
+        self,
+        entries: list[Entry[OffloadKey]],
+        events: PageEvents,
+        *,
+        is_load: bool,
+        complete: bool,
     ) -> None:
-        self.keys = keys
-        """Those that are moved."""
+        self.entries = entries
         self.events = events
-        """Of them, in their order; None for none."""
+        """Of the entries, in their order."""
         self.is_load = is_load
         self.complete = complete
         """Whether they are all that was asked for."""
@@ -101,7 +105,7 @@ class KvtierDiskTier(SecondaryTierManager):
         quota: Size,
         persist: bool = False,
         compression: str | None = None,
-        eviction_policy: str = "lru",
+        eviction_policy: str = "prospect",
         enable_kv_events: bool = False,
         locality: str | None = None,
     ) -> None:
@@ -111,18 +115,16 @@ class KvtierDiskTier(SecondaryTierManager):
         if nbytes < chunk:
             raise ValueError(f"quota: {nbytes} B hold no chunk, which takes {chunk} B")
         self._address = np.asarray(primary_kv_view).__array_interface__["data"][0]
-        self._slots: SlotDirectory[OffloadKey] = SlotDirectory(nbytes // chunk, eviction_policy)
-        index = offloading_spec.config.parallel.data_parallel_index if persist else None
-        self._file = SlotFile(
-            path,
-            chunk,
-            nbytes // chunk,
-            name=f"vllm-{index}.slots" if persist else None,
-            layout=_layout(offloading_spec, chunk) if persist else b"",
-            compression=compression,
+        name, layout = None, b""
+        if persist:  # a replica of the engine has a file of its own
+            name = f"vllm-{offloading_spec.config.parallel.data_parallel_index}.slots"
+            layout = _layout(offloading_spec, chunk)
+        slots = nbytes // chunk
+        make_policy(eviction_policy)  # an unknown one is told before there is a file
+        self._file = SlotFile(path, chunk, slots, name=name, layout=layout, compression=compression)
+        self._slots: SlotDirectory[OffloadKey] = SlotDirectory(
+            slots, eviction_policy, ((slot, OffloadKey(key)) for slot, key in self._file.restored)
         )
-        for slot, name in self._file.restored:
-            self._slots.restore(OffloadKey(name), slot)
         self._jobs: dict[int, _Job] = {}
         wanted = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] | None = [] if wanted else None
@@ -139,65 +141,55 @@ class KvtierDiskTier(SecondaryTierManager):
         self._slots.touch(keys)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Start writing the chunks that are not there; as many leading ones as there is room for."""
-        keys = list(job_metadata.keys)
-        chunks = dict(zip(keys, job_metadata.chunk_ids.tolist(), strict=True))
-        taken = self._slots.take(keys)
+        """Start writing the chunks that are not there, the leading ones if not all find room."""
+        taken = self._slots.take(list(job_metadata.keys))
         self._note(taken.evicted, removed=True)
-        events = None
-        if taken.keys:
-            ids = np.array(taken.slots, np.int32)
-            events = self._file.write(
-                ids, self._addresses([chunks[key] for key in taken.keys]), _AT_ONCE, taken.keys
-            )
-        self._jobs[job_metadata.job_id] = _Job(
-            taken.keys, events, is_load=False, complete=taken.complete
-        )
+        self._submit(job_metadata, taken.entries, is_load=False, complete=taken.complete)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Start reading the chunks that are there; the others have failed."""
-        asked = list(job_metadata.keys)
-        chunks = dict(zip(asked, job_metadata.chunk_ids.tolist(), strict=True))
-        held = self._slots.hold(asked)
-        events = None
-        if held:
-            events = self._file.read(
-                np.array([*held.values()], np.int32),
-                self._addresses([chunks[key] for key in held]),
-                _AT_ONCE,
-            )
-        self._jobs[job_metadata.job_id] = _Job(
-            [*held], events, is_load=True, complete=len(held) == len(asked)
-        )
+        held = self._slots.hold(job_metadata.keys)
+        complete = len(held) == len(job_metadata.keys)
+        self._submit(job_metadata, held, is_load=True, complete=complete)
 
-    def _addresses(self, chunks: list[int]) -> NDArray[np.uint64]:
-        offsets = np.array(chunks, np.uint64) * np.uint64(self.block_size_bytes)
-        return offsets + np.uint64(self._address)
+    def _submit(
+        self, asked: TransferJob, entries: list[Entry[OffloadKey]], *, is_load: bool, complete: bool
+    ) -> None:
+        rows = dict(zip(asked.keys, asked.chunk_ids.tolist(), strict=True))
+        ids = np.array([entry.slot for entry in entries], np.int32)
+        offsets = np.array([rows[entry.key] for entry in entries], np.uint64)
+        addresses = offsets * np.uint64(self.block_size_bytes) + np.uint64(self._address)
+        events = (
+            self._file.read(ids, addresses, _AT_ONCE)
+            if is_load
+            else self._file.write(ids, addresses, _AT_ONCE, [entry.key for entry in entries])
+        )
+        self._jobs[asked.job_id] = _Job(entries, events, is_load=is_load, complete=complete)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Give the jobs that have finished since the last call."""
-        done = [n for n, job in self._jobs.items() if job.events is None or job.events.query()]
-        return [self._finish(n, self._jobs.pop(n)) for n in done]
+        done = [job_id for job_id, job in self._jobs.items() if job.events.query()]
+        return [self._finish(job_id, self._jobs.pop(job_id)) for job_id in done]
 
     def _finish(self, job_id: int, job: _Job) -> JobResult:
-        failures = {} if job.events is None else job.events.failures
-        failed = [key for place, key in enumerate(job.keys) if place in failures]
-        good = [key for place, key in enumerate(job.keys) if place not in failures]
+        failures = job.events.failures
+        good = [entry for place, entry in enumerate(job.entries) if place not in failures]
         self._slots.release(good)
-        gone = self._slots.lose(failed)
-        if gone:
-            self._file.forget(np.array(gone, np.int32))
+        lost = self._slots.lose(job.entries[place] for place in failures)
+        if lost:
+            self._file.forget(np.array([entry.slot for entry in lost], np.int32))
+        moved = [entry.key for entry in good]
         if job.is_load:
-            self._note(failed, removed=True)
+            self._note([entry.key for entry in lost], removed=True)
         else:
-            self._note(good, removed=False)
-        success = job.complete and not failed
+            self._note(moved, removed=False)
+        success = job.complete and not failures
         return JobResult(
             job_id,
             success,
-            successful_keys=tuple(good) if job.is_load and not success else None,
+            successful_keys=tuple(moved) if job.is_load and not success else None,
             transfer_time=perf_counter() - job.began,
-            transfer_bytes=len(good) * self.block_size_bytes,
+            transfer_bytes=len(moved) * self.block_size_bytes,
         )
 
     def _note(self, keys: list[OffloadKey], *, removed: bool) -> None:
@@ -227,8 +219,7 @@ class KvtierDiskTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Block until nothing is being read or written."""
         for job in self._jobs.values():
-            if job.events is not None:
-                job.events.wait_finished()
+            job.events.wait_finished()
 
     def shutdown(self) -> None:
         """Finish what was submitted and close the file. Idempotent."""
@@ -239,7 +230,7 @@ _AT_ONCE = Dependencies((DONE,))
 
 
 def _layout(spec: Any, chunk: int) -> bytes:
-    """Name what the bytes of a chunk mean: to another model, or another split of it, other things."""
+    """Name what the bytes of a chunk mean: other things to another model, or another split."""
     config = spec.config
     parallel = config.parallel
     fields = [

@@ -13,7 +13,7 @@ from kvtier.eviction import Prospect
 __all__ = ["ProspectCachePolicy"]
 
 
-class ProspectCachePolicy(CachePolicy):  # type: ignore[misc]
+class ProspectCachePolicy(CachePolicy):
     """Evicts the chunks that are expected to pay the fewest hits for their room.
 
     `kvtier.eviction.Prospect` learns from whole requests, and vLLM tells which chunks a request
@@ -52,7 +52,7 @@ class ProspectCachePolicy(CachePolicy):  # type: ignore[misc]
         else:
             began = self._requests.get(req_context.req_id)
             if began is None:
-                began, _ = self._requests[req_context.req_id] = self._now()
+                began = self._requests[req_context.req_id] = self._now()[0]
             self._going_on[key] = began, -position
 
     def _now(self) -> tuple[int, int]:

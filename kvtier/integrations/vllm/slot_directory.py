@@ -8,36 +8,41 @@ from typing import Generic, TypeVar
 
 from kvtier.eviction import make_policy
 
-__all__ = ["SlotDirectory", "Taken"]
+__all__ = ["Entry", "SlotDirectory", "Taken"]
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-class _Entry:
-    __slots__ = ("readers", "ready", "slot")
+class Entry(Generic[Key]):
+    """A key in a slot."""
 
-    def __init__(self, slot: int, *, ready: bool) -> None:
+    __slots__ = ("gone", "key", "ready", "slot", "users")
+
+    def __init__(self, key: Key, slot: int, *, ready: bool) -> None:
+        self.key = key
         self.slot = slot
         self.ready = ready
-        self.readers = 0
+        """Whether it can be read."""
+        self.users = int(not ready)
+        """How many write or read it now."""
+        self.gone = False
+        """Whether nobody finds it any more; its slot is free when the last user is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken(Generic[Key]):
     """Slots for new keys."""
 
-    keys: list[Key]
-    """Those that are to be written, in the order asked."""
-    slots: list[int]
-    """Where."""
+    entries: list[Entry[Key]]
+    """Those to be written, in the order asked."""
     evicted: list[Key]
     """Those that gave way."""
     complete: bool
-    """Whether all that was asked for is there, on its way, or among the keys."""
+    """Whether all that was asked for is there, on its way, or among the entries."""
 
 
 class SlotDirectory(Generic[Key]):
-    """Keys by slot. A key is written once, may be read by several at a time, and goes when idle.
+    """Keys in slots. A key is written once and read any number of times; idle ones give way.
 
     Not thread-safe.
 
@@ -47,24 +52,24 @@ class SlotDirectory(Generic[Key]):
         How many there are.
     policy : str
         Who gives way, a name in `kvtier.eviction.POLICIES`.
+    restored : iterable of (int, key)
+        Slots that hold keys already, oldest first.
     """
 
-    def __init__(self, slots: int, policy: str) -> None:
+    def __init__(self, slots: int, policy: str, restored: Iterable[tuple[int, Key]] = ()) -> None:
         self._policy = make_policy(policy, slots)
-        self._entries: dict[Key, _Entry] = {}
-        self._free = list(reversed(range(slots)))
+        there = {key: slot for slot, key in restored}  # the younger of two of one key
+        self._entries = {key: Entry(key, slot, ready=True) for key, slot in there.items()}
+        for key in there:
+            self._policy.insert(key)
+        used = set(there.values())
+        self._free = [slot for slot in reversed(range(slots)) if slot not in used]
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def restore(self, key: Key, slot: int) -> None:
-        """Note a key that was in a slot before."""
-        self._free.remove(slot)
-        self._entries[key] = _Entry(slot, ready=True)
-        self._policy.insert(key)
-
     def ready(self, key: Key) -> bool | None:
-        """Tell whether a key can be read; None where it is absent."""
+        """Tell whether a key can be read by now; None where it is absent."""
         entry = self._entries.get(key)
         return None if entry is None else entry.ready
 
@@ -73,25 +78,23 @@ class SlotDirectory(Generic[Key]):
         self._policy.touch_many([key for key in keys if key in self._policy])
 
     def take(self, keys: Sequence[Key]) -> Taken[Key]:
-        """Take slots for the keys that are absent; for the leading ones, if there is no more room.
+        """Take slots for the keys that are absent: for the leading ones, if not all find room.
 
-        They are not ready before `release`. Those that are there are used.
+        Each is the caller's to write until `release` or `lose`. Keys that are there are used.
         """
         self.touch(keys)
-        wanted = set(keys)
         new = [key for key in dict.fromkeys(keys) if key not in self._entries]
-        evicted = self._make_room(len(new), wanted)
-        written = new[: len(self._free)]
-        slots = [self._free.pop() for _ in written]
-        for key, slot in zip(written, slots, strict=True):
-            self._entries[key] = _Entry(slot, ready=False)
-        return Taken(written, slots, evicted, len(written) == len(new))
+        evicted = self._make_room(len(new), set(keys))
+        fitting = new[: len(self._free)]
+        entries = [Entry(key, self._free.pop(), ready=False) for key in fitting]
+        self._entries.update(zip(fitting, entries, strict=True))
+        return Taken(entries, evicted, len(fitting) == len(new))
 
     def _make_room(self, slots: int, wanted: Collection[Key]) -> list[Key]:
         """Evict until so many slots are free, or as far as that goes."""
 
         def idle(key: Key) -> bool:
-            return not self._entries[key].readers and key not in wanted
+            return not self._entries[key].users and key not in wanted
 
         short = slots - len(self._free)
         if short <= 0:
@@ -99,26 +102,42 @@ class SlotDirectory(Generic[Key]):
         gone = self._policy.evict(short, idle)
         if gone is None:
             gone = self._policy.evict(sum(map(idle, self._policy.victims())), idle) or []
-        self._free += reversed([self._entries.pop(key).slot for key in gone])
+        self._free += [self._entries.pop(key).slot for key in gone]
         return gone
 
-    def hold(self, keys: Iterable[Key]) -> dict[Key, int]:
-        """Give the slots of the keys that can be read, and keep them until `release`."""
-        held = {}
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is not None and entry.ready:
-                entry.readers += 1
-                held[key] = entry.slot
-        self._policy.touch_many(held)
+    def hold(self, keys: Iterable[Key]) -> list[Entry[Key]]:
+        """Find the keys that can be read; each stays in its slot until `release` or `lose`."""
+        found = (self._entries.get(key) for key in keys)
+        held = [entry for entry in found if entry is not None and entry.ready]
+        for entry in held:
+            entry.users += 1
+        self._policy.touch_many([entry.key for entry in held])
         return held
 
-    def release(self, keys: Sequence[Key]) -> None:
-        """Note that keys were written, all at once, or that somebody has read them."""
+    def release(self, entries: Iterable[Entry[Key]]) -> None:
+        """Note that keys were written, and can be read now, or that somebody has read them."""
         written = []
-        for key in keys:
-            entry = self._entries.get(key)
-            ...
+        for entry in entries:
+            if not entry.ready:
+                entry.ready = True
+                written.append(entry.key)
+            self._let_go(entry)
+        self._policy.insert_many(written)
 
-    def lose(self, keys: Iterable[Key]) -> list[int]:
-        ...
+    def lose(self, entries: Iterable[Entry[Key]]) -> list[Entry[Key]]:
+        """Note that keys could not be written or read: they are gone; give those newly so."""
+        lost = []
+        for entry in entries:
+            if not entry.gone:
+                entry.gone = True
+                lost.append(entry)
+                del self._entries[entry.key]
+                if entry.ready:
+                    self._policy.remove(entry.key)
+            self._let_go(entry)
+        return lost
+
+    def _let_go(self, entry: Entry[Key]) -> None:
+        entry.users -= 1
+        if entry.gone and not entry.users:
+            self._free.append(entry.slot)

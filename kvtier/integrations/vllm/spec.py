@@ -38,6 +38,7 @@ class KvtierOffloadingSpec(CPUOffloadingSpec):
                 "canonical_layout and secondary_tiers need spec_name TieringOffloadingSpec"
             )
         super().__init__(config)
+        self._ours: KvtierOffloadingWorker | None = None
         if "eviction_policy" not in self.extra_config:
             self.eviction_policy = "ProspectCachePolicy"
             self.cache_policy_module_path = "kvtier.integrations.vllm"
@@ -47,14 +48,14 @@ class KvtierOffloadingSpec(CPUOffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Make the worker of this process, the first time."""
-        if self._worker is None:
+        if self._ours is None:
             if not self.num_chunks:
                 raise ValueError(
                     f"cpu_bytes_to_use: {self.extra_config['cpu_bytes_to_use']} bytes for "
                     f"{self.config.parallel.world_size} workers hold no chunk, which takes "
                     f"{self.kv_bytes_per_chunk} bytes of all of them"
                 )
-            self._worker = KvtierOffloadingWorker(
+            self._ours = KvtierOffloadingWorker(
                 kv_caches,
                 self.blocks_per_chunk,
                 self.num_chunks,
@@ -63,4 +64,4 @@ class KvtierOffloadingSpec(CPUOffloadingSpec):
                     "allow_remote_numa_fallback", True
                 ),
             )
-        return self._worker
+        return self._ours
