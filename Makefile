@@ -75,9 +75,10 @@ wheel-test: .venv/dev.stamp  ## build the wheel, install it elsewhere, import it
 	$(BIN)/python -m pytest -m wheel $(PYTEST_ARGS)
 
 # One after the other, so that they do not measure each other.
-BENCHES := $(filter-out __init__ leaving measure peers probe rank,$(basename $(notdir $(wildcard bench/*.py))))
+BENCHES := $(filter-out __init__ contention gpu leaving measure pages peers probe rank stalls tier,\
+  $(basename $(notdir $(wildcard bench/*.py))))
 
-bench: .venv/runtime.stamp  ## run every benchmark
+bench: .venv/runtime.stamp  ## run every benchmark that needs no GPU
 	@set -e; for name in $(BENCHES); do echo "== bench.$$name"; $(BIN)/python -m bench.$$name; done
 
 clean:  ## remove what was built, .venv included

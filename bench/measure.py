@@ -88,8 +88,12 @@ class Table:
         lines = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         shown = [
-            f"  {name:<{widths[0]}}"
-            + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+            "  ".join(
+                [
+                    f"  {name:<{widths[0]}}",
+                    *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)),
+                ]
+            ).rstrip()
             for name, *cells in lines
         ]
         return "\n".join([self.title, *shown, *([f"  {self.note}"] if self.note else [])])

@@ -31,6 +31,7 @@ __all__ = ["ARMS", "DEFAULT", "LEAVES", "Rank", "RankFailedError", "together"]
 MIB = 1 << 20
 UNIT = 32 * MIB  # of cuMemCreate
 PATIENCE = 120.0  # seconds: the slowest arm on a slow machine, or a start
+LOOK = 0.05  # seconds between two looks for a signal
 
 Answer = dict[str, Any]
 
@@ -63,7 +64,7 @@ def _unbound(device: CudaDevice, size: int, **options: Any) -> Held:
 
 
 def _without_turns(device: CudaDevice) -> CudaDevice:
-    other = CudaDevice(device.ordinal)
+    other = CudaDevice(device.ordinal, device.driver)
     other.turns = NO_TURNS
     return other
 
@@ -225,10 +226,21 @@ def _obey(device: CudaDevice, probe: Probe) -> None:
     worker = _Worker(device, probe)
     _keep.append(worker)
     print(json.dumps({}), flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
+    for order in _orders():
         print(json.dumps(getattr(worker, order.pop("do"))(**order)), flush=True)
     worker.held.close()  # the parent has gone, or has no more orders
+
+
+def _orders() -> Iterator[Answer]:
+    """Yield what the parent says, one after the other's answer, until it says no more."""
+    while True:
+        # With a limit: Python would not see a signal that comes just before an endless wait.
+        if not select.select([sys.stdin], [], [], LOOK)[0]:
+            continue
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield json.loads(line)
 
 
 _keep: list[_Worker] = []  # so that memory is open until the interpreter's end

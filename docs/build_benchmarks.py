@@ -24,9 +24,8 @@ INTRODUCTION = """# Benchmarks
 Made from the files of `bench/results` by `python -m docs.build_benchmarks`; do not edit.
 
 Each section is one run: what was asked, on which machine, by which command, what came out, and
-whether the bound was held that was set before. `python -m bench.gpu` does all that want a GPU and
-says what is missing on yours; `make bench` does the rest; one by itself is
-`python -m bench.fill --json FILE`.
+which bounds were held. `python -m bench.gpu` does all that want a GPU and says what is missing on
+yours; `make bench` does the rest; one by itself is `python -m bench.fill --json FILE`.
 
 How they measure: what is compared runs in turn within one process or one run, so that a slow minute
 of the machine hits all; every round gives a ratio, and a figure is the median with its quartiles in
@@ -34,11 +33,11 @@ brackets. Trust the ratios: seconds are those of one virtual machine in one hour
 in the files."""
 LOSSES = """## Where we lose
 
-Bounds that were missed, in the run that is named. The bounds are the project's own; they were set
-before anything was measured."""
+The bounds that were missed. They are the project's own aims; a run on another machine may keep
+them."""
 HEAD = ("machine", "driver", "command")
 PARTS = (*HEAD, "results", "tables", "findings")
-SMALLEST_SHOWN_AS_SIZE = 1 << 20
+MIB = 1 << 20
 
 
 class Result:
@@ -64,15 +63,18 @@ class Result:
 
     @property
     def title(self) -> str:
+        """The heading: benchmark and machine, which the name of the file says."""
         name, _, machine = self.path.stem.partition("-")
         words = name.replace("_", " ").capitalize()
         return f"{words}, {machine}" if machine else words
 
     @property
     def anchor(self) -> str:
+        """What a link to the heading ends with."""
         return self.title.lower().replace(",", "").replace(" ", "-")
 
     def render(self) -> Iterator[str]:
+        """Yield the paragraphs of the section."""
         yield f"## {self.title}"
         if question := _question(self.bench):
             yield question
@@ -116,6 +118,8 @@ def render(folder: Path = RESULTS) -> str:
         parts.append(_table(["question", "ours", "bound", "beside", "ratio", "run"], missed))
     else:
         parts.append("None in these runs.")
+    if absent := [name for name in BENCHES if name not in {one.bench for one in results}]:
+        parts.append(f"Of `bench.gpu` there are no results here of: {', '.join(absent)}.")
     for one in results:
         parts += one.render()
     return "\n\n".join(parts) + "\n"
@@ -143,8 +147,10 @@ def _fact(value: object) -> str:
     match value:
         case bool() | float() | str():
             return str(value)
+        case int() if value >= MIB and value % MIB == 0:
+            return format_size(value)
         case int():
-            return format_size(value) if value >= SMALLEST_SHOWN_AS_SIZE else str(value)
+            return str(value)
         case list() if all(isinstance(one, str) for one in value):
             return "; ".join(value)
     return ""

@@ -46,7 +46,7 @@ class BlockCache(Generic[Key]):
     ------
     ValueError
         The storage has a cache already; or ``engine`` is of another configuration, or given where
-        the storage has a gpu tier of its own.
+        the storage has a gpu tier of its own, or the driver knows no memory at some of its pages.
 
     Notes
     -----
@@ -83,6 +83,8 @@ class BlockCache(Generic[Key]):
             )
         if max_events < 0:
             raise ValueError(f"max_events: {max_events} is below 0")
+        if engine is not None:
+            storage.borrow(engine.ranges())
         self._storage = storage
         self._engine = engine
         self._groups = range(len(plan.groups))

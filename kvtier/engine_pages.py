@@ -29,6 +29,9 @@ class _Buffer:
     def addresses(self, ids: Ids) -> NDArray[np.uint64]:
         return ids.astype(np.uint64) * np.uint64(self.stride) + np.uint64(self.base)
 
+    def extent(self) -> tuple[int, int]:
+        return self.base, self.stride * (self.slots - 1) + self.slot_size
+
     def registration_index(self, addresses: NDArray[np.uint64]) -> NDArray[np.int64] | None:
         return None  # a buffer is one allocation
 
@@ -107,6 +110,11 @@ class EnginePages:
             for group, (layout, count) in enumerate(zip(groups, counts, strict=True))
         )
         """Where the pages are, by pool group."""
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Give the (start, nbytes) of every buffer, from its first page to the end of its last."""
+        pools = [pool for memory in self.memory for pool in memory.pools]
+        return [pool.extent() for pool in pools if isinstance(pool, _Buffer)]
 
     def homes(self, blocks: int, pages: ArrayLike) -> NDArray[np.int32]:
         """Check the pages given for some blocks.

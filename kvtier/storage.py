@@ -89,6 +89,7 @@ class TierStorage(Closable):
         """Guards what must be done as a whole; a cache over this storage shares it."""
         self._meter = Meter(self.lock)
         self._closed = False
+        self._loans = contextlib.ExitStack()
         levels: list[Level] = []
         layout = layout_fingerprint(config) + _name_of(config.cold_page_codec)
         with contextlib.ExitStack() as undo:
@@ -138,6 +139,12 @@ class TierStorage(Closable):
             if self._mover.on_drop is not None:
                 raise ValueError("the storage has a cache already")
             self._mover.on_drop, self._mover.on_move = on_drop, on_move
+
+    def borrow(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Let copies reach memory of an engine's until `close`; see `Device.borrow`."""
+        with self.lock:
+            self._check_open()
+            self._loans.enter_context(self.device.borrow(ranges))
 
     # ---------------------------------------------------------------------------------- pages
 
@@ -694,6 +701,7 @@ class TierStorage(Closable):
         with self._closing:
             # In this order, and no further where one is interrupted: no memory goes under a copy.
             self._copier.close()
+            self._loans.close()
             for level in reversed(self.levels):
                 try:
                     if self.latch.reason is None:

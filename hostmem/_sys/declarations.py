@@ -123,6 +123,7 @@ typedef int (*context_pop_t)(CUcontext *);
 typedef int (*host_register_t)(void *, size_t, unsigned int);
 typedef int (*host_unregister_t)(void *);
 typedef int (*host_device_pointer_t)(CUdeviceptr *, void *, unsigned int);
+typedef int (*pointer_t)(unsigned int, int *, void **, CUdeviceptr);
 typedef int (*copy_async_t)(CUdeviceptr, CUdeviceptr, size_t, CUstream);
 typedef int (*launch_t)(CUfunction, unsigned int, unsigned int, unsigned int, unsigned int,
                         unsigned int, unsigned int, unsigned int, CUstream, void **, void **);

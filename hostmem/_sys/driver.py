@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,25 @@ HOST_REGISTER = DriverAttribute("host registration supported", 99)
 MULTIPROCESSORS = DriverAttribute("multiprocessors", 16)
 
 
+class Pointer(NamedTuple):
+    """What a driver knows of an address, and of what follows it in the same mapping."""
+
+    kind: Literal["device", "host", "managed"]
+    """Whose memory it is; the host's is registered or was allocated by the driver."""
+    ordinal: int
+    """The device that has it, or by which it was registered."""
+    reachable: bool
+    """Whether the device that was asked may read and write it."""
+    end: int
+    """Where what this says ends."""
+
+
+_POINTER = (2, 8, 9, 16, 11, 12, 18, 19)
+"""CUpointer_attribute: memory type, managed, ordinal, access; start and bytes of the allocation or
+reservation; bytes and start of the mapping."""
+_READ_WRITE = 3
+
+
 class _Entry(NamedTuple):
     """A row of the entry point table."""
 
@@ -100,6 +119,7 @@ _ENTRIES = {
     "register": _Entry("cuMemHostRegister", 6050, "host_register_t"),
     "unregister": _Entry("cuMemHostUnregister", 4000, "host_unregister_t"),
     "device_pointer": _Entry("cuMemHostGetDevicePointer", 3020, "host_device_pointer_t"),
+    "pointer": _Entry("cuPointerGetAttributes", 7000, "pointer_t"),
     "copy": _Entry("cuMemcpyAsync", 4000, "copy_async_t"),
     "launch": _Entry("cuLaunchKernel", 4000, "launch_t"),
     "batch_12080": _Entry("cuMemcpyBatchAsync", 12080, "copy_batch_12080_t"),
@@ -125,6 +145,8 @@ class Driver(Protocol):
     def host_register(self, ordinal: int, address: int, nbytes: int) -> None: ...
     def host_unregister(self, ordinal: int, address: int) -> None: ...
     def host_device_pointer(self, ordinal: int, address: int) -> int: ...
+
+    def pointer(self, ordinal: int, address: int) -> Pointer | None: ...
 
     def copy_batch(
         self,
@@ -355,6 +377,26 @@ class CudaDriver:
                 code = self._entry["device_pointer"](pointer, ffi.cast("void *", address), 0)
         self._check(code, "cuMemHostGetDevicePointer", detail)
         return int(pointer[0])
+
+    def pointer(self, ordinal: int, address: int) -> Pointer | None:
+        """Tell what is at an address; None where the driver has nothing."""
+        count = len(_POINTER)
+        values = ffi.new("uint64_t[]", count)
+        places = ffi.new("void *[]", [values + i for i in range(count)])
+        code = intercept("cuPointerGetAttributes", address)
+        if not code:
+            with self._current(ordinal):
+                code = self._entry["pointer"](count, ffi.new("int[]", _POINTER), places, address)
+        self._check(code, "cuPointerGetAttributes", f"{address:#x} on device {ordinal}")
+        kind, managed, owner, access, start, nbytes, mapped, base = values
+        if kind not in (1, 2):
+            return None
+        return Pointer(
+            "managed" if managed else "host" if kind == 1 else "device",
+            owner,
+            access == _READ_WRITE,
+            min(start + nbytes, base + mapped) if mapped else start + nbytes,
+        )
 
     def copy_batch(
         self,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hostmem.device.events import Event
+from hostmem.device.loans import Loan
 from hostmem.turns import NO_TURNS, Turns
 
 __all__ = ["Device", "Stream"]
@@ -104,6 +106,26 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def stream(self) -> Stream:
         """Make a stream."""
+
+    def borrow(self, ranges: Iterable[tuple[int, int]]) -> Loan:
+        """Let copies reach memory that somebody else owns, by whichever way is the fastest.
+
+        A device copies what it is told to; but only memory that is known to be there is copied by
+        a kernel, for which an address without memory is the end of all work on the GPU. Until the
+        loan is closed, and every copy to or from the memory is done, the owner must neither free
+        nor unmap it.
+
+        Parameters
+        ----------
+        ranges : iterable of (start, nbytes)
+            Memory of the GPU, or of the host and page-locked. Loans may overlap.
+
+        Raises
+        ------
+        ValueError
+            The driver knows no memory at some address of them. On the CPU nothing is checked.
+        """
+        return Loan()
 
     def __repr__(self) -> str:
         return f"<{self.name}>"

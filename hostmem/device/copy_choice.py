@@ -16,6 +16,7 @@ from hostmem._sys.driver import MULTIPROCESSORS
 from hostmem.device.copy_kernel import GRAIN, CopyKernel, CopyQueue
 from hostmem.device.copy_rates import CopyRates, Rates
 from hostmem.errors import CuError, OutOfMemoryError
+from hostmem.ranges import RangeTable
 from hostmem.units import format_size
 
 if TYPE_CHECKING:
@@ -45,6 +46,19 @@ class Limits(NamedTuple):
 
 
 _NONE = Limits(0, 0, 0)
+
+
+class _Reach(NamedTuple):
+    """Memory in one of some tables."""
+
+    tables: tuple[RangeTable, ...]
+
+    def enclose(self, start: int, end: int) -> bool:
+        return any(table.encloses(start, end) for table in self.tables)
+
+    def cover(self, starts: Addresses, sizes: Addresses) -> NDArray[np.bool_]:
+        there = [table.covers(starts, sizes) for table in self.tables if len(table)]
+        return np.logical_or.reduce(there) if there else np.zeros(len(starts), np.bool_)
 
 
 class CopyChoice:
@@ -128,13 +142,13 @@ class CopyChoice:
         if int(np.bitwise_or.reduce(destinations | sources | sizes)) % GRAIN:
             return None
         to, source = ((int(a.min()), int(a.max()) + longest) for a in (destinations, sources))
-        gpu, host = self._device.memory, self._device.registered
-        to_gpu, from_gpu = gpu.encloses(*to), gpu.encloses(*source)
+        gpu, host = self._places()
+        to_gpu, from_gpu = gpu.enclose(*to), gpu.enclose(*source)
         if to_gpu and from_gpu:
             return Limits._fields.index("within")
-        if to_gpu and host.encloses(*source):
+        if to_gpu and host.enclose(*source):
             return Limits._fields.index("up")
-        if from_gpu and host.encloses(*to):
+        if from_gpu and host.enclose(*to):
             return Limits._fields.index("down")
         return None
 
@@ -142,14 +156,22 @@ class CopyChoice:
         self, destinations: Addresses, sources: Addresses, sizes: Addresses
     ) -> tuple[NDArray[np.bool_], ...]:
         """Tell for each way which copies go it."""
-        gpu, host = self._device.memory, self._device.registered
-        to_gpu, from_gpu = gpu.covers(destinations, sizes), gpu.covers(sources, sizes)
+        gpu, host = self._places()
+        to_gpu, from_gpu = gpu.cover(destinations, sizes), gpu.cover(sources, sizes)
         up, down = to_gpu & ~from_gpu, from_gpu & ~to_gpu
         if up.any():
-            up &= host.covers(sources, sizes)
+            up &= host.cover(sources, sizes)
         if down.any():
-            down &= host.covers(destinations, sizes)
+            down &= host.cover(destinations, sizes)
         return up, down, to_gpu & from_gpu
+
+    def _places(self) -> tuple[_Reach, _Reach]:
+        """Give what the kernel may reach: of the GPU's memory, and of the host's."""
+        device = self._device
+        return (
+            _Reach((device.memory, device.lent_memory.table)),
+            _Reach((device.registered, device.lent_registered.table)),
+        )
 
     def queue(self, stream: int) -> CopyQueue | None:
         """Make a queue of the kernel for a stream; None where there is no memory for it.

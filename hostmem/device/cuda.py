@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +24,7 @@ from hostmem.device.base import Device, Stream
 from hostmem.device.copy_choice import CopyChoice
 from hostmem.device.copy_kernel import CopyQueue
 from hostmem.device.events import Event
+from hostmem.device.loans import Loan, Loans
 from hostmem.device.pinned import PinnedRanges
 from hostmem.errors import CuError
 from hostmem.machine import machine, node_of_pci_device
@@ -68,7 +69,9 @@ class CudaDevice(Device):
     registered : RangeTable
         Host memory that is registered through this object.
     memory : RangeTable
-        Memory of the GPU that is known to be there.
+        Memory of the GPU that this library has mapped.
+    lent_memory, lent_registered : Loans
+        Memory of the GPU's and page-locked memory of others, see `borrow`.
     copies : CopyChoice
         What goes through the copy kernel: ``copies.describe()`` says it.
     """
@@ -95,6 +98,7 @@ class CudaDevice(Device):
         self._idle_events: list[int] = []
         self.registered: RangeTable = PinnedRanges()  # which a forked child has none of
         self.memory: RangeTable = PinnedRanges()
+        self.lent_memory, self.lent_registered = Loans(), Loans()
 
     @cached_property
     def numa_nodes_found(self) -> dict[str, int | None]:
@@ -159,6 +163,24 @@ class CudaDevice(Device):
 
     def stream(self) -> CudaStream:
         return CudaStream(self)
+
+    def borrow(self, ranges: Iterable[tuple[int, int]]) -> Loan:
+        found: dict[str, list[tuple[int, int]]] = {"device": [], "host": [], "managed": []}
+        for start, nbytes in ranges:
+            at, end = start, start + nbytes
+            while at < end:
+                pointer = self.driver.pointer(self.ordinal, at)
+                if pointer is None:
+                    raise ValueError(
+                        f"ranges: the driver knows no memory at {at:#x}, which is in "
+                        f"[{start:#x}, {end:#x})"
+                    )
+                stop = min(pointer.end, end)
+                near = pointer.kind == "host" or pointer.ordinal == self.ordinal
+                if pointer.reachable and near:  # others go through a copy engine
+                    found[pointer.kind].append((at, stop - at))
+                at = stop
+        return Loan(self.lent_memory.add(found["device"]), self.lent_registered.add(found["host"]))
 
     def event(self, stream: int) -> CudaEvent:
         """Record an event on a stream of the driver's."""

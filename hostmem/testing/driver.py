@@ -19,6 +19,7 @@ from hostmem._sys.driver import (
     MULTIPROCESSORS,
     PAGEABLE_ACCESS,
     DriverAttribute,
+    Pointer,
     Result,
     refuse,
     stand_in,
@@ -188,6 +189,15 @@ class FakeDriver:
         if self.registered.at(address) is None:
             refuse(Result.INVALID_VALUE, call, f"{address:#x} is not registered")
         return address + self._shift
+
+    def pointer(self, ordinal: int, address: int) -> Pointer | None:
+        """Tell what is at an address: a mapping of the first device's, or registered memory."""
+        self._begin("cuPointerGetAttributes", address, ordinal=ordinal)
+        if (found := self._mapped.at(address)) is not None:
+            return Pointer("device", 0, True, sum(found))
+        if (found := self.registered.at(address)) is not None:
+            return Pointer("host", 0, True, sum(found))
+        return None
 
     @property
     def _shift(self) -> int:

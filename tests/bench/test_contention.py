@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from bench import contention, leaving
 from bench.contention import Run
 from bench.leaving import Left
 from bench.probe import Stalls
-from bench.rank import ARMS, LEAVES, RankFailedError, together
+from bench.rank import ARMS, LEAVES, Rank, RankFailedError, together
 from tests.bench.conftest import Stub
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,7 @@ def test_a_peer_that_is_refused_is_said_and_the_rest_is_measured(
 ) -> None:
     stub.refuse("cuMemCreate", 801)
     out = tmp_path / "out.json"
-    done = bench(*FILLING, "--json", str(out))
+    done = bench("--parts", "filling", "--ranks", "2", "--size", "8MiB", "--json", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "in 2 processes: cuMemCreate: CUDA_ERROR_NOT_SUPPORTED" in done.stdout
     found = json.loads(out.read_text())
@@ -123,6 +124,36 @@ def test_a_holder_that_ends_otherwise_is_an_error(
         pytest.raises(RankFailedError, match="holder 0 of 3: ended by exit with status 0"),
     ):
         leaving.leave("exit", SIZE, probe_library, 0, filler, server)
+
+
+class FakeRank(Rank):
+    """One that answers at once: filled so many seconds after the start, with such stalls."""
+
+    def __init__(self, took: float, worst: float, blocked: float, closing: float) -> None:
+        self.took = took
+        self.stalls = Stalls(9, 1, worst, blocked, 1.0)
+        self.closing = Stalls(9, 1, closing, closing, 1.0)
+        self.orders: list[str] = []
+        self.start = 0.0
+
+    def tell(self, what: str, **arguments: Any) -> None:
+        self.orders.append(what)
+        self.start = arguments.get("at", self.start)
+
+    def hear(self, patience: float = 0) -> dict[str, Any]:
+        if self.orders[-1] == "free":
+            return {"seen": {"attribute": self.closing}}
+        return {"finish": self.start + self.took, "seen": {"attribute": self.stalls}}
+
+
+def test_a_run_is_as_slow_as_its_slowest_rank_and_as_bad_as_its_worst() -> None:
+    ranks = [FakeRank(1.0, 0.02, 0.5, 0.001), FakeRank(2.0, 0.01, 0.6, 0.003)]
+    done = contention.run(ranks, "registered", SIZE, {})
+    assert isinstance(done, Run)
+    assert done.seconds == pytest.approx(2.0)
+    assert (done.worst, done.blocked, done.closing_worst) == (0.02, 0.6, 0.003)
+    assert ranks[0].start == ranks[1].start
+    assert [rank.orders for rank in ranks] == [["fill", "free"]] * 2
 
 
 # ------------------------------------------------------------------------------- the conclusions

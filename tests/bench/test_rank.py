@@ -13,6 +13,9 @@ import pytest
 
 from bench.probe import CALLS
 from bench.rank import ARMS, DEFAULT, LEAVES, Rank, RankFailedError, together
+from hostmem import CudaDevice, HostMem
+from hostmem.testing import FakeDriver
+from hostmem.turns import Turns
 from tests.bench.conftest import Stub
 
 SIZE = 40 << 20  # bytes: two units, one of them short
@@ -48,6 +51,31 @@ def test_a_rank_gets_memory_by_the_call_of_the_arm_and_gives_it_back(
     assert list(filled["seen"]) == list(CALLS)
     rank.tell("free")
     assert list(rank.hear()["seen"]) == list(CALLS)
+
+
+@pytest.mark.parametrize(
+    ("arm", "turns", "largest"),
+    [
+        (DEFAULT, "the default's", 8 << 20),
+        ("registered, no turns", "not needed", 8 << 20),
+        ("registered, no turns, unbound", "not needed", 32 << 20),
+    ],
+)
+def test_the_arms_that_register_differ_in_turns_and_bounds(
+    arm: str, turns: str, largest: int
+) -> None:
+    device = CudaDevice(0, FakeDriver())
+    device.turns = Turns("the default's")
+    memory = ARMS[arm](device, 96 << 20, page_mode="huge", fill_threads=1)
+    assert isinstance(memory, HostMem)
+    with memory:
+        assert isinstance(memory.device, CudaDevice)
+        assert memory.device.turns.state == turns
+        assert memory.page_mode == "huge"
+        assert memory.progress.threads == 1
+        assert max(size for _, size in memory.registrations) <= largest
+        if "unbound" in arm:
+            assert max(size for _, size in memory.registrations) == largest
 
 
 def test_no_memory_is_had_before_the_common_start(rank: Rank) -> None:

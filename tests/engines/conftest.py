@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -27,9 +28,12 @@ collect_ignore_glob = [] if find_spec("vllm") else ["*vllm*"]
 if not collect_ignore_glob:
     with warnings.catch_warnings():  # those of vLLM and torch about each other
         warnings.simplefilter("ignore")
-        import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector
-        import vllm.v1.core.sched.scheduler
-        import vllm.v1.kv_offload.tiering.spec
+        for name in (
+            "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+            "vllm.v1.core.sched.scheduler",
+            "vllm.v1.kv_offload.tiering.spec",
+        ):
+            import_module(name)
 
 _THREADS = ("kvtier-", "hostmem-fill", "hostmem-populate", "hostmem-cpu-stream", "spawned")
 

@@ -127,10 +127,14 @@ def test_ranges_that_touch_cover_together(
     assert table.covers(starts, sizes).tolist() == [
         set(range(start, start + nbytes)) <= held for start, nbytes in asked
     ]
+    assert [table.encloses(start, start + nbytes) for start, nbytes in asked] == [
+        set(range(start, start + nbytes)) <= held for start, nbytes in asked
+    ]
 
 
 def test_an_empty_table_covers_nothing() -> None:
     assert not RangeTable().covers(np.array([1], np.uint64), np.array([1], np.uint64)).any()
+    assert not RangeTable().encloses(1, 2)
 
 
 def test_what_is_not_there_can_be_discarded() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from hostmem import CudaDevice
+from hostmem.device import CudaMemory
+from hostmem.testing import FakeDriver
 from kvtier import (
     AttentionLayerConfig,
     BlockCache,
@@ -205,3 +209,25 @@ def test_a_storage_with_a_hot_level_of_its_own_takes_no_engine() -> None:
         for call in (cache.store, cache.load):
             with pytest.raises(ValueError, match=r"give it its pages \(engine=EnginePages"):
                 call([1], [0])
+
+
+def test_pages_where_the_driver_knows_no_memory_are_refused() -> None:
+    device = CudaDevice(0, driver=FakeDriver())
+    with TierStorage(CONFIG, device=device) as storage:
+        with pytest.raises(ValueError, match="the driver knows no memory at 0x100000, which is in"):
+            BlockCache(storage, engine=EnginePages(storage, BUFFERS, 10))
+        BlockCache[int](storage)  # the refused one is not in the way
+
+
+def test_pages_are_borrowed_from_the_engine_until_the_storage_is_closed() -> None:
+    device = CudaDevice(0, driver=FakeDriver())
+    with closing(CudaMemory(device, 2 * MIB, 2 * MIB, 2 * MIB)) as memory:
+        places = {name: memory.address + n * 128 * 1024 for n, name in enumerate(BUFFERS)}
+        buffers = {name: (places[name], stride) for name, (_, stride) in BUFFERS.items()}
+        sizes = {(0, "key"): 4096, (0, "value"): 4096, (1, "state"): 512, (2, "kv"): 1024}
+        with TierStorage(CONFIG, device=device) as storage:
+            BlockCache(storage, engine=EnginePages(storage, buffers, 10))
+            assert list(device.lent_memory.table) == [
+                (base, 9 * stride + sizes[name]) for name, (base, stride) in buffers.items()
+            ]
+        assert len(device.lent_memory.table) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
 from hashlib import blake2b
 from time import perf_counter
@@ -240,4 +239,4 @@ def _layout(spec: Any, chunk: int) -> bytes:
         parallel.dcp_size, chunk,
         [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],
     ]  # fmt: skip
-    return b"vllm " + blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest().encode()
+    return b"vllm " + blake2b(repr(fields).encode(), digest_size=16).hexdigest().encode()

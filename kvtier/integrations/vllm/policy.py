@@ -73,9 +73,6 @@ class ProspectCachePolicy(CachePolicy):
             if key in self._going_on:
                 self._going_on[key] = self._now()
 
-    def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Do nothing: what was evicted and comes back is noticed when its request has finished."""
-
     def on_request_finished(
         self,
         key_groups: Sequence[Sequence[OffloadKey]],

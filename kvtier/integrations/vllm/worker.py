@@ -7,7 +7,6 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
-    CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
@@ -55,11 +54,15 @@ class KvtierOffloadingWorker(OffloadingWorker):
         if len(places) != 1 or (place := next(iter(places))).type not in ("cuda", "cpu"):
             raise ValueError(f"kv_caches: on {sorted(map(str, places))}, not on one GPU or the CPU")
         device = resolve_device("cpu" if place.type == "cpu" else place.index)
-        self._rows = [_rows(cache) for cache in kv_caches.tensors]  # keeps their memory
+        self._tensors = [cache.tensor for cache in kv_caches.tensors]  # keeps their memory
         self._chunks = ChunkMemory(
             [
-                BlockTensor(rows.data_ptr(), rows.stride(0), cache.page_size_bytes)
-                for rows, cache in zip(self._rows, kv_caches.tensors, strict=True)
+                BlockTensor(
+                    cache.tensor.data_ptr(),
+                    cache.tensor.stride(0) * cache.tensor.element_size(),
+                    cache.page_size_bytes,
+                )
+                for cache in kv_caches.tensors
             ],
             [
                 [(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
@@ -119,11 +122,4 @@ class KvtierOffloadingWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """Finish what was submitted, and give the memory back. Idempotent."""
         self._transfers.close()
-        self._rows.clear()
-
-
-def _rows(cache: CanonicalKVCacheTensor) -> Any:
-    """View a tensor as bytes, the page of each block in a row."""
-    import torch
-
-    return cache.tensor.view(torch.int8).view(-1, cache.page_size_bytes)
+        self._tensors.clear()
