@@ -162,7 +162,10 @@ def test_a_section_is_what_cudas_headers_declare(
 
 def prototype(function: Any, name: str) -> str:
     """Write a declared function type as C, with the header's names for our types."""
-    theirs = {"batch_attributes_t *": "CUmemcpyAttributes *"}
+    theirs = {
+        "batch_attributes_t *": "CUmemcpyAttributes *",
+        "int *": "CUpointer_attribute *",  # what is an int to us is an enumeration there
+    }
     arguments = ", ".join(theirs.get(a.cname, a.cname) for a in function.args)
     return f"typedef CUresult (*{name})({arguments});\n"
 
@@ -176,6 +179,7 @@ def test_an_entry_point_has_the_prototype_of_its_version(
     text = includes("cuda.h", "cudaTypedefs.h") + f"#if CUDA_VERSION >= {entry.version}\n"
     text += prototype(_cuda_abi.ffi.typeof(entry.prototype), "ours")
     text += same(f"__builtin_types_compatible_p(ours, {theirs})", 1) + "#endif\n"
+    text += same("sizeof(CUpointer_attribute)", _cuda_abi.ffi.sizeof("int"))
     assert compile_text(compiler, text, f"-I{cuda_headers}") == ""
 
 
