@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +28,9 @@ _REFUSED = {
     *(signal.SIGKILL, signal.SIGSTOP),  # nobody is asked
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),  # the thread cannot go on
 }
+
+_SENT_AGAIN_AFTER = 0.05  # seconds, doubled each time
+_SENT_AGAIN_AT_MOST = 1.0
 
 
 class Held(Protocol):
@@ -194,10 +198,17 @@ class _Relay:
 def _shut_down_and_resend(number: int) -> None:
     _shut_down()
     _arrivals.closing = False
-    if number in _arrivals.owed:
-        ident = threading.main_thread().ident
-        assert ident is not None
+    ident = threading.main_thread().ident
+    assert ident is not None
+    pause = _SENT_AGAIN_AFTER
+    while number in _arrivals.owed:
         signal.pthread_kill(ident, number)  # this thread, so that its system call is interrupted
+        if not isinstance(signal.getsignal(number), _Relay):
+            return  # a handler of somebody else, who may count them
+        # One that arrives just before a system call notes the signal and does not interrupt the
+        # call, which may last for ever: until the handler has run, the next one may.
+        time.sleep(pause)
+        pause = min(2 * pause, _SENT_AGAIN_AT_MOST)
 
 
 def close_on_signal(*signals: int) -> Callable[[], None]:

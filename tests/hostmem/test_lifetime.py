@@ -351,6 +351,49 @@ def test_a_second_signal_during_the_shutdown_takes_effect_at_once(child: Child) 
     assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", -signal.SIGTERM)
 
 
+def test_a_signal_that_came_just_before_a_system_call_is_sent_until_it_is_seen(
+    child: Child,
+) -> None:
+    done = child(
+        START
+        + MEMORY
+        + """
+    def pthread_kill(ident, number, real=signal.pthread_kill, sent=[]):
+        sent.append(number)
+        if len(sent) == 3:  # the first two came where they did not interrupt the call
+            real(ident, number)
+
+    signal.pthread_kill = pthread_kill
+    close_on_signal(signal.SIGTERM)
+    send()
+    reading, _writing = os.pipe()
+    os.read(reading, 1)
+    """
+    )
+    assert (done.stderr, done.returncode) == ("", -signal.SIGTERM)
+
+
+def test_a_handler_on_top_of_ours_is_sent_the_signal_once(child: Child) -> None:
+    done = child(
+        START
+        + MEMORY
+        + """
+    def pthread_kill(ident, number, sent=[]):
+        sent.append(number)
+        say(len(sent))
+
+    signal.pthread_kill = pthread_kill
+    close_on_signal(signal.SIGTERM)
+    ours = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *args: ours(*args))
+    send()
+    lifetime._shutdowns.drain()
+    os._exit(0)
+    """
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("1\n", "", 0)
+
+
 def test_one_who_insists_has_the_effect_once(child: Child) -> None:
     done = child(
         STUCK
