@@ -29,8 +29,11 @@ log = logging.getLogger("hostmem")
 _MIB = 1 << 20
 _PIECE = 2 * _MIB
 _FIRST_PIECE = _MIB // 2  # so that the threads share the first registrations, too
+_LARGE_PIECE = 4 * _MIB  # each costs a wake-up or two, as long as populating some 100 KiB
 _SMALL_UNTIL = 8 * _MIB
-_AHEAD = 64 * _MIB  # populated and not yet registered, at most
+_LARGE_FROM = 64 * _MIB
+_AHEAD = 256 * _MIB  # populated and not yet registered, at most
+_NOBODY = 1 << 62  # an end that is never populated
 _LARGEST_GRANT = 1024 * _MIB
 _ADMITTED_AT_LEAST = 32 * _MIB  # or the rest of the commit unit; less would ask too often
 _ADMITTED_FOR = 0.1  # seconds
@@ -90,6 +93,7 @@ class Filler:
         self._taken = 0
         self._populated = 0
         self._done_pieces: dict[int, int] = {}  # start -> end of pieces done out of order
+        self._awaited = _NOBODY  # the end that the worker sleeps for
         self._at_work = 0  # pieces taken and not finished
         self._reach = 0  # up to where memory may be accessible, whatever failed
         self._admitted = 0
@@ -344,7 +348,9 @@ class Filler:
                     # The last whole slots below the page that could not be had.
                     last = align_down(min(self._populated, end), self._slot_size)
                     return last if last > start else None
+                self._awaited = end
                 self._registrable.wait()
+                self._awaited = _NOBODY
 
     def _note_progress(self) -> None:
         end = self._registrations.end
@@ -357,7 +363,9 @@ class Filler:
             if end >= self._target:
                 self._filled = elapsed
             self._tell(always=end >= self._target)
-            self._room.notify_all()
+            # All at once and seldom: to be woken takes a thread as long as to populate 100 KiB.
+            if end >= self._target or end + self._ahead - self._taken >= self._ahead // 4:
+                self._room.notify_all()
 
     def _take_back(self) -> None:
         """Undo access and population past the registered end: a stopped fill took nothing more."""
@@ -443,7 +451,7 @@ class Filler:
 
     def _cut_piece(self) -> tuple[int, int] | None:
         start = self._taken
-        size = _FIRST_PIECE if start < _SMALL_UNTIL else _PIECE
+        size = self._piece_at(start)
         page = self._reservation.page_size
         end = min(align_up(start + 1, max(size, page)), align_up(self._target, page))
         now = time.monotonic()
@@ -456,6 +464,12 @@ class Filler:
         if self._rate is not None:
             self._next_piece_at = max(self._next_piece_at, now) + (end - start) / self._rate
         return start, end
+
+    def _piece_at(self, start: int) -> int:
+        """Bytes of a piece: small first, so that the threads share what is wanted first."""
+        if start < _SMALL_UNTIL:
+            return _FIRST_PIECE
+        return _PIECE if start < _LARGE_FROM or self._rate is not None else _LARGE_PIECE
 
     def _admit(self, start: int, end: int, now: float) -> None:
         """Ask whether there is memory for the next piece, and for how many after it.
@@ -500,7 +514,8 @@ class Filler:
             self._done_pieces[start] = end
             while (done := self._done_pieces.pop(self._populated, None)) is not None:
                 self._populated = done
-            self._registrable.notify()
+            if self._populated >= self._awaited or self._populate_error is not None:
+                self._registrable.notify()
 
     def _wake_all(self) -> None:
         self._registrable.notify_all()

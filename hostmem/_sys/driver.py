@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hostmem._sys import _cuda_abi
+from hostmem._sys import _cuda_abi, trace
 from hostmem._sys.seam import intercept
 from hostmem.errors import CuError, CuOOMError
 
@@ -63,6 +63,8 @@ class Result(enum.IntEnum):
     NOT_PERMITTED = 800
     NOT_SUPPORTED = 801
 
+
+trace.SYMBOLS.update({int(answer): f"CUDA_ERROR_{answer.name}" for answer in Result})
 
 NO_LIBRARY = -1
 """What `CuError` carries for a code where there is no driver to answer."""
@@ -208,6 +210,7 @@ def harmless_after_shutdown() -> Iterator[None]:
             raise
 
 
+@trace.played
 def stand_in(call: str, *args: int, detail: str = "") -> None:
     """Begin a call that something plays for the driver: a test's plan may refuse it here too."""
     code = intercept(call, *args)
@@ -251,9 +254,9 @@ class CudaDriver:
             ) from error
         from cuda.bindings import driver as bindings
 
-        self._cu: Any = bindings
+        self._cu: Any = trace.bindings(bindings)
         self._library = library  # keeps the entry points loaded
-        (code,) = bindings.cuInit(0)
+        (code,) = self._cu.cuInit(0)
         self._check(int(code), "cuInit")
         found = {key: self._resolve(entry) for key, entry in _ENTRIES.items()}
         missing = [_ENTRIES[k].name for k, f in found.items() if f is None and k not in _OPTIONAL]
@@ -264,7 +267,8 @@ class CudaDriver:
                 "cuGetProcAddress",
                 f"the driver lacks {', '.join(missing)}; a newer one has them",
             )
-        self._entry: dict[str, Any] = found
+        names = {key: entry.name for key, entry in _ENTRIES.items()}
+        self._entry: dict[str, Any] = trace.entries(found, names)
         newest = [v for v in (13000, 12080) if v <= batch_version and found[f"batch_{v}"]]
         self._batch_version = newest[0] if newest else 0
         self._contexts: dict[int, Any] = {}

@@ -13,12 +13,21 @@ import fcntl
 import os
 import struct
 
+from hostmem._sys import trace
 from hostmem._sys.seam import intercept
 
 __all__ = ["is_alone", "is_awaited", "lock", "say_present", "say_waiting", "unlock"]
 
 _FLOCK = struct.Struct("hhqqi")  # struct flock of fcntl(2): type, whence, start, length, pid
 _WAITING, _PRESENT = 0, 1  # bytes of the file; it may be shorter
+_OPERATIONS = {
+    fcntl.LOCK_EX | fcntl.LOCK_NB: "LOCK_EX|LOCK_NB",
+    fcntl.LOCK_UN: "LOCK_UN",
+    fcntl.F_OFD_SETLK: "F_OFD_SETLK",
+    fcntl.F_OFD_GETLK: "F_OFD_GETLK",
+}
+_flock = trace.call("flock", fcntl.flock, lambda _: "0", {1: _OPERATIONS})
+_fcntl = trace.call("fcntl", fcntl.fcntl, lambda _: "0", {1: _OPERATIONS})
 
 
 def lock(fd: int) -> bool:
@@ -32,7 +41,7 @@ def lock(fd: int) -> bool:
     """
     try:
         _check("flock", fd)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -40,7 +49,7 @@ def lock(fd: int) -> bool:
 
 def unlock(fd: int) -> None:
     """Release the lock of `lock`."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
+    _flock(fd, fcntl.LOCK_UN)
 
 
 def say_waiting(fd: int, waiting: bool) -> None:
@@ -79,7 +88,7 @@ def is_alone(fd: int) -> bool:
 
 def _mark(fd: int, byte: int, kind: int) -> None:
     _check("fcntl(F_OFD_SETLK)", fd, byte)
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+    _fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
 
 
 def _is_marked(fd: int, byte: int) -> bool:
@@ -87,7 +96,7 @@ def _is_marked(fd: int, byte: int) -> bool:
     # Shared locks are only in the way of an exclusive one. Unlike taking that, asking for it does
     # not need a file that is open for writing.
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    kind: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
+    kind: int = _FLOCK.unpack(_fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
     return kind != fcntl.F_UNLCK
 
 

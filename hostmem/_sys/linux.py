@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from hostmem._sys import _linux_abi
+from hostmem._sys import _linux_abi, trace
 from hostmem._sys.seam import intercept, restate
 from hostmem.errors import HostOOMError
 
@@ -68,8 +68,7 @@ class _Library(Protocol):
 
 
 ffi: Any = _linux_abi.ffi
-_lib = cast(_Library, ffi.dlopen(None))
-_raw_syscall = ffi.cast("raw_syscall_t", ffi.addressof(_lib, "syscall"))
+_libc = ffi.dlopen(None)
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
 _MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x02, 0x20, 0x4000
@@ -83,10 +82,25 @@ _ADVICE = {
     _MADV_NOHUGEPAGE: "MADV_NOHUGEPAGE",
     _MADV_POPULATE_WRITE: "MADV_POPULATE_WRITE",
 }
+_PAGEMAP_SCAN = 0xC060_6610  # _IOWR('f', 16, struct pm_scan_arg)
 _SYSCALLS = {
     "x86_64": {"mbind": 237, "get_mempolicy": 239, "move_pages": 279, "fallocate": 285},
     "aarch64": {"mbind": 235, "get_mempolicy": 236, "move_pages": 239, "fallocate": 47},
 }.get(platform.machine(), {})
+_NAMES = {number: name for name, number in _SYSCALLS.items()}
+
+_lib = cast(
+    _Library,
+    trace.library(
+        _libc,
+        ffi,
+        (name for name in vars(_Library) if not name.startswith("_")),
+        {"madvise": {2: _ADVICE}, "ioctl": {1: {_PAGEMAP_SCAN: "PAGEMAP_SCAN"}}},
+    ),
+)
+_raw_syscall = trace.c_call(
+    "syscall", ffi.cast("raw_syscall_t", ffi.addressof(_libc, "syscall")), ffi, {0: _NAMES}
+)
 
 IOV_MAX = 1024
 """Most segments one vectored call takes."""
@@ -389,7 +403,6 @@ def node_of_pages(
     return status
 
 
-_PAGEMAP_SCAN = 0xC060_6610  # _IOWR('f', 16, struct pm_scan_arg)
 _PAGE_IS_PRESENT, _PAGE_IS_ZERO, _PAGE_IS_HUGE = 1 << 3, 1 << 5, 1 << 6
 _REGIONS = 1024
 

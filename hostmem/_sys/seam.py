@@ -11,6 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from hostmem._sys import trace
+
 __all__ = ["Plan", "StatusPlan", "install", "install_statuses", "intercept", "restate"]
 
 Plan = Callable[[str, tuple[int, ...]], int]
@@ -33,6 +35,7 @@ def install(plan: Plan | None) -> Plan | None:
     return before
 
 
+@trace.intercepted
 def intercept(name: str, *args: int) -> int:
     """Return the error to answer with, or 0 to make the call."""
     return 0 if _plan is None else _plan(name, args)

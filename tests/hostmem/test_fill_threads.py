@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import threading
 from collections.abc import Callable
 
 import pytest
 
-from hostmem import HostMem
+from hostmem import HostMem, HostOOMError
 from hostmem.fill_threads import Populating, bind_to, fill_thread_budget
 from hostmem.testing import FaultPlan, Hold
-from tests.threads import Spawn
+from tests.threads import Spawn, Until
 
 MIB = 1 << 20
 POPULATE = "madvise(MADV_POPULATE_WRITE)"
@@ -75,3 +77,29 @@ def test_slots_may_be_larger_than_what_is_populated_ahead() -> None:
     with HostMem(2 * slot, device="cpu", slot_size=slot) as memory:
         memory.wait_usable(2 * slot, 60)
         assert memory.registrations == [(0, slot), (slot, slot)]
+
+
+def populating() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.startswith("hostmem-populate")]
+
+
+def test_a_failure_is_reported_once_the_pieces_in_flight_are_done(until: Until) -> None:
+    with FaultPlan() as plan, HostMem(4 * MIB, 0, device="cpu", fill_threads=2) as memory:
+
+        def starts(address: int, *_: int) -> bool:
+            return address == memory.address
+
+        def follows(address: int, *_: int) -> bool:
+            return address > memory.address
+
+        first, second = plan.hold(POPULATE, when=starts), plan.hold(POPULATE, when=follows)
+        plan.fail(POPULATE, errno.ENOMEM, when=starts)
+        memory.resize(4 * MIB)
+        first.wait_reached()
+        second.wait_reached()
+        first.release()
+        until(lambda: len(populating()) == 1)
+        assert memory.failure is None
+        second.release()
+        with pytest.raises(HostOOMError):
+            memory.wait_usable(MIB, 20)
