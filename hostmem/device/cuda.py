@@ -29,6 +29,7 @@ from hostmem.device.pinned import PinnedRanges
 from hostmem.errors import CuError
 from hostmem.machine import machine, node_of_pci_device
 from hostmem.ranges import RangeTable
+from hostmem.spans import span
 from hostmem.turns import NO_TURNS, driver_library, turns_for
 from hostmem.units import parse_size
 
@@ -183,8 +184,31 @@ class CudaDevice(Device):
         return Loan(self.lent_memory.add(found["device"]), self.lent_registered.add(found["host"]))
 
     def event(self, stream: int) -> CudaEvent:
-        """Record an event on a stream of the driver's."""
+        """Record an event on a stream of the driver's, such as an engine's own.
+
+        Parameters
+        ----------
+        stream : int
+            The driver's handle, as ``torch.cuda.current_stream().cuda_stream`` gives it.
+        """
         return CudaEvent(self, stream)
+
+    def wait(self, stream: int, event: Event) -> None:
+        """Make work submitted later to a stream of the driver's wait; see `Stream.wait`.
+
+        Parameters
+        ----------
+        stream : int
+            The driver's handle.
+        event : Event
+            Of a job, for example: the GPU then waits for the copies, and the caller does not.
+        """
+        if isinstance(event, CudaEvent):
+            handle = event.handle
+            if handle is not None and not event.query():
+                self.driver.stream_wait_event(self.ordinal, stream, handle)
+        else:
+            event.wait_finished()
 
     def take_event(self) -> int:
         """Take a driver event from the pool of idle ones, or make one."""
@@ -275,6 +299,7 @@ class CudaStream(Stream):
         )
         self._close.atexit = False
 
+    @span("copy", "copy")
     def copy(
         self,
         destinations: NDArray[np.uint64],
@@ -322,12 +347,7 @@ class CudaStream(Stream):
             return self._queues[0]
 
     def wait(self, event: Event) -> None:
-        if isinstance(event, CudaEvent):
-            handle = event.handle
-            if handle is not None and not event.query():
-                self._device.driver.stream_wait_event(self._device.ordinal, self.handle, handle)
-        else:
-            event.wait_finished()
+        self._device.wait(self.handle, event)
 
     def record(self) -> Event:
         return CudaEvent(self._device, self.handle)

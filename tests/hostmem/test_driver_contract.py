@@ -437,8 +437,9 @@ def test_an_event_of_a_stream_without_work_finishes(device: CudaDevice, stream: 
     stream.record().synchronize()
 
 
+@pytest.mark.parametrize("by_handle", [False, True])
 def test_a_stream_waits_for_the_event_of_another(
-    device: CudaDevice, stream: Stream, allocate: Allocate
+    device: CudaDevice, stream: Stream, allocate: Allocate, by_handle: bool
 ) -> None:
     nbytes = 16 * MIB
     source, result = pages(nbytes), pages(nbytes)
@@ -452,7 +453,10 @@ def test_a_stream_waits_for_the_event_of_another(
     ):
         held = plan.hold("process_vm_readv")  # the fake's first copy
         copy(stream, memory.address, address_of(source), nbytes)
-        other.wait(stream.record())
+        if by_handle:  # as for a stream that an engine has made
+            device.wait(other.handle, stream.record())
+        else:
+            other.wait(stream.record())
         copy(other, between.address, memory.address, nbytes)
         copy(other, address_of(result), between.address, nbytes)
         held.release()
