@@ -11,7 +11,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines test-numa lint types wheel-test bench clean
+.PHONY: help demo test test-engines test-numa test-remote lint types docs wheel-test bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -38,14 +38,16 @@ demo: .venv/runtime.stamp  ## replay a small generated trace over gpu, host and 
 	@mkdir -p $(BUILD)/demo/disk
 	$(BIN)/python -m kvtier trace --seed 7 --requests 2000 --out $(BUILD)/demo/demo.jsonl
 	$(BIN)/python -m kvtier replay $(BUILD)/demo/demo.jsonl --gpu-quota 16MiB --host-quota 96MiB \
-	  --disk-quota 256MiB --disk-path $(BUILD)/demo/disk --block-bytes 64KiB
+	  --disk-quota 256MiB --disk-path $(BUILD)/demo/disk --block-bytes 64KiB \
+	  --html $(BUILD)/demo/report.html
+	@echo; echo "with pictures: $(BUILD)/demo/report.html"
 
 test: .venv/dev.stamp  ## run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # Engines as the index has them, without their requirements (for GPUs, gigabytes): those that their
 # classes need on the CPU are the group `engines`. torch is the CPU build where pip finds one.
-ENGINES := vllm==0.33.0
+ENGINES := vllm==0.33.0 lmcache==0.5.6 sglang==0.5.23
 ENGINE_BIN := $(BUILD)/engines/venv/bin
 
 $(BUILD)/engines/venv/stamp: pyproject.toml Makefile
@@ -59,6 +61,29 @@ $(BUILD)/engines/venv/stamp: pyproject.toml Makefile
 test-engines: $(BUILD)/engines/venv/stamp  ## run the plug-ins against the engines' own classes
 	$(ENGINE_BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
 
+# Mooncake Store with its master, on the loopback. Its wheel needs libraries for RDMA: where they
+# are missing, the distribution's packages are unpacked beside it (300 KB, nothing is installed).
+REMOTE := $(BUILD)/remote
+REMOTE_BIN := $(REMOTE)/venv/bin
+REMOTE_PACKAGES := libibverbs1 libnl-3-200 libnl-route-3-200
+REMOTE_LIBRARIES := $(foreach top,lib usr/lib,$(abspath $(REMOTE))/root/$(top)/$(shell uname -m)-linux-gnu)
+
+$(REMOTE)/venv/stamp: pyproject.toml Makefile
+	@echo "making $(REMOTE)/venv (half a minute)"
+	@$(PYTHON) -m venv $(REMOTE)/venv
+	@$(REMOTE_BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(REMOTE_BIN)/python -m pip install --quiet --group remote --editable .
+	@ldconfig -p | grep -q libibverbs.so.1 || { mkdir -p $(REMOTE)/root && cd $(REMOTE) && \
+	  apt-get download -qq $(REMOTE_PACKAGES) && \
+	  for each in *.deb; do dpkg-deb --extract $$each root; done; } || \
+	  echo "libibverbs is not installed and apt has none here: the tests say so" >&2
+	@touch $@
+
+empty :=
+test-remote: $(REMOTE)/venv/stamp  ## run the remote level against a real Mooncake Store
+	LD_LIBRARY_PATH=$(subst $(empty) $(empty),:,$(REMOTE_LIBRARIES)):$$LD_LIBRARY_PATH \
+	  $(REMOTE_BIN)/python -m pytest tests/remote $(PYTEST_ARGS)
+
 # A guest with two memory nodes and one without CPUs, in an emulator; packages of Debian or
 # Ubuntu are fetched for it the first time (45 MB into build/guest, nothing is installed).
 test-numa: .venv/dev.stamp  ## run the tests of memory nodes and control groups in a guest
@@ -71,11 +96,25 @@ lint: .venv/dev.stamp  ## check style and format (ruff)
 types: .venv/dev.stamp  ## check the types (mypy, strict)
 	$(BIN)/mypy
 
+# An environment of its own: what is installed for the docs takes no part in the tests.
+$(BUILD)/docs-venv/stamp: pyproject.toml hostmem/_version.py
+	@echo "making $(BUILD)/docs-venv (a quarter of a minute)"
+	@$(PYTHON) -m venv $(BUILD)/docs-venv
+	@$(BUILD)/docs-venv/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(BUILD)/docs-venv/bin/python -m pip install --quiet --group docs --editable .
+	@touch $@
+
+# From nothing each time, or the warnings of pages that did not change would not be seen.
+docs: $(BUILD)/docs-venv/stamp  ## make the documentation, build/docs/index.html; warnings are errors
+	@$(BUILD)/docs-venv/bin/python -m sphinx -b html -n -W --keep-going -E -q docs $(BUILD)/docs
+	@echo "$(BUILD)/docs/index.html"
+
 wheel-test: .venv/dev.stamp  ## build the wheel, install it elsewhere, import it
 	$(BIN)/python -m pytest -m wheel $(PYTEST_ARGS)
 
 # One after the other, so that they do not measure each other.
-BENCHES := $(filter-out __init__ contention gpu leaving measure pages peers probe rank stalls tier,\
+BENCHES := $(filter-out __init__ contention gpu leaving measure pages peers probe product rank remote \
+  stalls tier,\
   $(basename $(notdir $(wildcard bench/*.py))))
 
 bench: .venv/runtime.stamp  ## run every benchmark that needs no GPU

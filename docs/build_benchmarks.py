@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md, the page of measured figures, from the files in bench/results.
+"""Write docs/benchmarks.md, the page of measured figures, and its pictures, from bench/results.
 
 python -m docs.build_benchmarks
 """
@@ -14,11 +14,13 @@ from typing import Any
 
 from bench.gpu import BENCHES
 from bench.measure import Finding
+from docs.benchmark_pictures import Picture, pictures
 from hostmem.units import format_size
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+IMAGES = ROOT / "docs" / "images"
 INTRODUCTION = """# Benchmarks
 
 Made from the files of `bench/results` by `python -m docs.build_benchmarks`; do not edit.
@@ -81,6 +83,9 @@ class Result:
         yield "\n".join(f"- {line}" for line in self._circumstances())
         for table in self.content.get("tables", []):
             yield f"**{table['title']}**"
+            for picture in self.pictures(table):
+                yield f"*{picture.title}*"
+                yield f"![{picture.title}]({IMAGES.name}/{picture.name})"
             yield _table(table["columns"], table["rows"])
             if table["note"]:
                 yield table["note"]
@@ -91,6 +96,10 @@ class Result:
                 ["", "question", "ours", "bound", "beside", "ratio"],
                 [[_verdict(one), *_cells(one)] for one in self.findings],
             )
+
+    def pictures(self, table: Mapping[str, Any]) -> list[Picture]:
+        """Draw a table, where a picture helps."""
+        return list(pictures(self.path.stem, table, self.content["tables"]))
 
     def _circumstances(self) -> Iterator[str]:
         for name in HEAD:
@@ -123,6 +132,27 @@ def render(folder: Path = RESULTS) -> str:
     for one in results:
         parts += one.render()
     return "\n\n".join(parts) + "\n"
+
+
+def draw(folder: Path = RESULTS) -> dict[str, str]:
+    """Return the text of every picture by the name of its file."""
+    return {
+        picture.name: picture.svg
+        for result in map(Result, sorted(folder.glob("*.json")))
+        for table in result.content.get("tables", [])
+        for picture in result.pictures(table)
+    }
+
+
+def write(images: Path = IMAGES, folder: Path = RESULTS) -> None:
+    """Write the pictures, and no others of a former run are left."""
+    images.mkdir(exist_ok=True)
+    drawn = draw(folder)
+    for old in images.glob("*.svg"):
+        if old.name not in drawn:
+            old.unlink()
+    for name, text in drawn.items():
+        (images / name).write_text(text)
 
 
 def _question(bench: str) -> str:
@@ -183,3 +213,4 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(render())
+    write()

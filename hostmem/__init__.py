@@ -6,6 +6,8 @@ it; `placement_of` shows where any memory really is; `preflight`, `machine` and 
 what can be had here.
 """
 
+import logging
+
 from hostmem._version import __version__
 from hostmem.capabilities import Capabilities, Capability, capabilities
 from hostmem.device import (
@@ -80,3 +82,6 @@ __all__ = [
     "preflight",
     "resolve_device",
 ]
+
+# Whoever configures no logging is told by errors and `HostMem.failure`, not on standard error.
+logging.getLogger(__name__).addHandler(logging.NullHandler())

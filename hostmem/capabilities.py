@@ -11,6 +11,7 @@ import numpy as np
 
 from hostmem._sys import linux
 from hostmem._sys.driver import load_driver
+from hostmem.describing import html_of, notebook, one_line
 from hostmem.errors import HostmemError
 
 __all__ = ["Capabilities", "Capability", "capabilities"]
@@ -50,6 +51,16 @@ class Capabilities:
 
     def __iter__(self) -> Iterator[tuple[str, Capability]]:
         return ((field.name, getattr(self, field.name)) for field in fields(self))
+
+    @one_line
+    def __repr__(self) -> str:
+        there = ", ".join(name for name, found in self if found) or "nothing"
+        lacking = ", ".join(name for name, found in self if not found)
+        return f"<Capabilities: {there}{lacking and f'; not {lacking}'}>"
+
+    @notebook
+    def _repr_html_(self) -> str:
+        return html_of(repr(self), [str(self)])
 
     def __str__(self) -> str:
         return "\n".join(

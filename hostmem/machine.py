@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from hostmem import cgroup, procfs
+from hostmem.describing import html_of, notebook, one_line
 from hostmem.units import format_size
 
 __all__ = ["Machine", "Node", "machine", "node_of_pci_device", "read_machine"]
@@ -25,6 +26,10 @@ class Node:
     """CPUs on it, empty for memory without processors."""
     memory_total: int
     """Bytes of memory, 0 for processors without memory."""
+
+    @one_line
+    def __repr__(self) -> str:
+        return f"<Node {self.number}: {format_size(self.memory_total)}, {len(self.cpus)} cpus>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,18 @@ class Machine:
         """CPUs of a node that this process may use; empty where there are none."""
         found = self.node(node) if node is not None else None
         return tuple(c for c in found.cpus if c in self.allowed_cpus) if found else ()
+
+    @one_line
+    def __repr__(self) -> str:
+        nodes, cpus = len(self.nodes), len(self.allowed_cpus)
+        return (
+            f"<Machine Linux {self.kernel}, {format_size(self.memory_total)} on {nodes} "
+            f"node{'s' * (nodes != 1)}, {cpus} cpus allowed, {format_size(self.page_size)} pages>"
+        )
+
+    @notebook
+    def _repr_html_(self) -> str:
+        return html_of(repr(self), [str(self)])
 
     def __str__(self) -> str:
         huge = format_size(self.huge_page_size) if self.huge_page_size else "none"

@@ -6,7 +6,6 @@ import errno
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from html import escape
 from itertools import pairwise
 from operator import index
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from hostmem import process_maps
 from hostmem._sys import linux
+from hostmem.describing import Facts, html_of, notebook, one_line
 from hostmem.extent import extent
 from hostmem.machine import machine
 from hostmem.numa import describe_policy
@@ -90,6 +90,7 @@ class Placement:
         """Draw the stretches, one character each, in lines of ``width``, with a legend."""
         return draw(self.stretches, width)
 
+    @one_line
     def __repr__(self) -> str:
         found = self.found if self.verifiable else "not verifiable"
         size = format_size(self.nbytes)
@@ -123,14 +124,10 @@ class Placement:
             rows.append(("no node", rest))
         return [*rows, ("method", self.method)]
 
+    @notebook
     def _repr_html_(self) -> str:
-        cells = "".join(
-            f'<tr><th style="text-align:left">{escape(name)}</th>'
-            f'<td style="text-align:left">{escape(text)}</td></tr>'
-            for name, text in self._rows()
-        )
         drawn = draw_html(self.stretches) if self.stretches else ""
-        return f"<div>{escape(repr(self))}<table>{cells}</table>{drawn}</div>"
+        return html_of(repr(self), [Facts(self._rows())], drawn)
 
 
 def placement_of(
@@ -148,8 +145,8 @@ def placement_of(
     detail : bool
         1,024 stretches in place of 64.
     sample : int, optional
-        Pages to ask about at most, for very large buffers; the counts are scaled and `method` says
-        how exact they are.
+        Pages to ask about at most, for very large buffers; the counts are scaled, and ``method``
+        says how exact they are.
 
     Returns
     -------

@@ -12,6 +12,7 @@ from typing import SupportsIndex
 from hostmem import huge_pages, procfs
 from hostmem._sys.driver import HOST_REGISTER
 from hostmem.cgroup import hugetlb_limits
+from hostmem.describing import html_of, notebook, one_line
 from hostmem.device import CudaDevice, Device, resolve_device
 from hostmem.errors import CuError, CuOOMError, PlacementRefusedError
 from hostmem.headroom import Limit, headroom
@@ -66,6 +67,11 @@ class Preflight:
         """Bytes that one of the limits leaves for each process."""
         return limit.nbytes if limit.of_each else limit.nbytes // self.ranks
 
+    @notebook
+    def _repr_html_(self) -> str:
+        return html_of(repr(self), [str(self)])
+
+    @one_line
     def __repr__(self) -> str:
         answer = "fits" if self.fits else f"does not fit, {format_size(self.recommended)} would"
         return f"<Preflight {self.ranks} x {format_size(self.size)} on {self.device}: {answer}>"

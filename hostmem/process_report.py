@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hostmem.describing import html_of, notebook, one_line
 from hostmem.process_maps import Mapping, read_mappings
 from hostmem.units import format_size
 
 __all__ = ["ProcessReport", "report_process"]
 
 _ROOT = Path("/")
+_SHOWN = 20  # mappings
 # What matters to who wants to pin the memory, or wonders about its pages and children.
 _FLAGS = {
     "pf": "cannot be pinned (pf)",
@@ -43,6 +45,22 @@ class ProcessReport:
     def bytes_by_page_size(self) -> dict[int, int]:
         """Resident bytes by the size of the page that maps them."""
         return _sum(mapping.bytes_by_page_size for mapping in self.mappings)
+
+    @one_line
+    def __repr__(self) -> str:
+        resident = sum(mapping.resident for mapping in self.mappings)
+        return (
+            f"<ProcessReport of {self.process}: {format_size(resident)} resident in "
+            f"{len(self.mappings)} mappings>"
+        )
+
+    def describe(self) -> str:
+        """Show the largest mappings as a table, and the totals; see `table`."""
+        return self.table(_SHOWN)
+
+    @notebook
+    def _repr_html_(self) -> str:
+        return html_of(repr(self), [self.describe()])
 
     def table(self, limit: int | None = None) -> str:
         """Lay the mappings out, ``limit`` of them or all, and the totals below."""

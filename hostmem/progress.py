@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hostmem.courier import callbacks
+from hostmem.describing import one_line
 from hostmem.units import format_size
 
 __all__ = ["FillProgress", "Listener"]
@@ -58,6 +59,10 @@ class FillProgress:
     def fraction(self) -> float:
         """Filled share of the size, 0 to 1."""
         return self.filled / self.size if self.size else 1.0
+
+    @one_line
+    def __repr__(self) -> str:
+        return f"<FillProgress {self}>"
 
     def __str__(self) -> str:
         eta = f", {self.eta:.1f} s left" if self.eta is not None and self.state == "filling" else ""

@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hostmem import lifetime
+from hostmem._sys import linux
 from hostmem.admission import Admission
 from hostmem.closing import Closable
 from hostmem.core import Core
 from hostmem.courier import callbacks
+from hostmem.describing import Facts, html_of, notebook, one_line, percent
 from hostmem.device import DeviceLike, resolve_device
 from hostmem.device.base import Device
 from hostmem.errors import HostmemError
@@ -28,6 +30,7 @@ from hostmem.placement import Placement, find_placement
 from hostmem.progress import FillProgress, Listener
 from hostmem.registration import Registrations
 from hostmem.reservation import Reservation
+from hostmem.route import route_of
 from hostmem.stall_budget import StallBudget
 from hostmem.units import Size, align_up, format_size
 from hostmem.watermark import Watermark
@@ -37,6 +40,7 @@ __all__ = ["HostMem"]
 log = logging.getLogger("hostmem")
 
 _STALL_BUDGET = 2e-3  # seconds
+_LOOKED_AT = 16  # pages
 
 
 class HostMem(Closable):
@@ -208,6 +212,17 @@ class HostMem(Closable):
             reservation.release()
             raise
         filler.fill_to(self._mark.size)
+        if log.isEnabledFor(logging.INFO):
+            log.info(
+                "%s at %#x is %s; %s pages; placement asked %s, accepted %s; turns %s",
+                format_size(self._capacity),
+                self.address,
+                route_of(self._device),
+                pages,
+                self._placement,
+                self._accepted,
+                self._device.turns.state,
+            )
         if wait:
             try:
                 self.wait_usable(self._mark.size)
@@ -725,35 +740,76 @@ class HostMem(Closable):
         """Say everything about this memory, for a person, in a few lines."""
         if self.closed:
             return repr(self)
+        return str(self._facts())
+
+    def _facts(self) -> Facts:
         progress = self.progress
-        lines = [
-            f"capacity       {format_size(self.capacity)} at {self.address:#x}",
-            f"fill           {progress}",
-            f"device         {self.device.name}",
-            f"registered     {progress.registrations} ranges, {len(self.quarantined)} quarantined, "
-            f"longest call {progress.longest_registration_seconds * 1e3:.1f} ms",
-            f"turns          {self.device.turns.state}",
-            f"released       {format_size(progress.released)}",
-            f"rests          {progress.rests} for memory pressure, {progress.pauses} pauses",
-            f"pages          asked {self.page_mode}, now {progress.page_mode}",
-            f"placement      asked {self._placement}, accepted {self._accepted}",
-            f"waiting        {self._mark.waiting}",
+        rows = [
+            ("capacity", f"{format_size(self.capacity)} at {self.address:#x}"),
+            ("fill", str(progress)),
+            ("device", self.device.name),
+            (
+                "registered",
+                f"{progress.registrations} ranges, {len(self.quarantined)} quarantined, "
+                f"longest call {progress.longest_registration_seconds * 1e3:.1f} ms",
+            ),
+            ("turns", self.device.turns.state),
+            ("released", format_size(progress.released)),
+            ("rests", f"{progress.rests} for memory pressure, {progress.pauses} pauses"),
+            ("pages", f"asked {self.page_mode}, now {progress.page_mode}"),
+            ("placement", f"asked {self._placement}, accepted {self._accepted}"),
+            ("waiting", str(self._mark.waiting)),
         ]
         if self.failure is not None:
-            lines.append(f"failure        {self.failure}")
-        return "\n".join(lines)
+            rows.append(("failure", str(self.failure)))
+        return Facts(rows, 15)
 
+    @one_line
     def __repr__(self) -> str:
-        if self.closed:
+        mark, core = self._mark, self._core
+        if mark.closed:
             return f"<HostMem {format_size(self._capacity)}, closed>"
-        usable = self.committed
-        share = f" ({usable / self.size:.0%})" if self.size else ""
-        node = "no node" if self.node is None else f"node {self.node}"
-        failed = ", failed" if self.failure is not None else ""
-        return (
-            f"<HostMem {format_size(self.size)} at {self.address:#x}, {format_size(usable)} usable"
-            f"{share}, {self.device.name}, {node}, {self.page_mode} pages{failed}>"
-        )
+        size, usable, node = mark.size, self.committed, self.node
+        parts = [
+            f"{format_size(size)} at {core.reservation.address:#x}",
+            f"{format_size(usable)} usable" + (f" ({percent(usable / size)})" if size else ""),
+            self._device.name,
+            "no node" if node is None else f"node {node}",
+            self._pages_in_words(usable),
+        ]
+        if self._capacity > size:
+            parts.append(f"may grow to {format_size(self._capacity)}")
+        if mark.failure is not None:
+            parts.append("failed")
+        elif mark.frontier < size:
+            parts.append(core.filler._state())  # progress() would wait for the filler's lock
+        for extents, what in (
+            (mark.released, "released"),
+            (core.registrations.quarantined, "quarantined"),
+        ):
+            if nbytes := extents.total:
+                parts.append(f"{format_size(nbytes)} {what}")
+        if waiting := mark.waiting:
+            parts.append(f"{waiting} waiting")
+        return f"<HostMem {', '.join(parts)}>"
+
+    def _pages_in_words(self, usable: int) -> str:
+        """Say which pages were asked for; how many are huge, where that is for the kernel to say.
+
+        A few of the usable pages are looked at, in some 0.1 ms.
+        """
+        if self._page_mode not in (PageMode.HUGE, PageMode.AUTO) or not usable:
+            return f"{self._page_mode} pages"
+        offsets = np.linspace(0, usable - 1, _LOOKED_AT).astype(np.uint64)
+        try:
+            huge = linux.are_huge(offsets + np.uint64(self.address))
+        except OSError:  # an old kernel, or no proc file system
+            return f"{self._page_mode} pages"
+        return f"huge pages {percent(np.count_nonzero(huge) / _LOOKED_AT)}"
+
+    @notebook
+    def _repr_html_(self) -> str:
+        return html_of(repr(self), [] if self.closed else [self._facts()])
 
     # -------------------------------------------------------------------------------- lifetime
 

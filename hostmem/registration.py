@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from hostmem.device.base import Device
 from hostmem.errors import CuError, CuOOMError, HostmemError, RegistrationError
 from hostmem.ranges import RangeTable
+from hostmem.spans import span
 from hostmem.stall_budget import StallBudget
 from hostmem.units import align_down, align_up, format_size
 
@@ -149,6 +150,7 @@ class Registrations:
                 why,
             )
 
+    @span("register", "fill")
     def _register(self, start: int, stop: int) -> None:
         # Noted first: Ctrl-C must not end with a registration that nobody knows of.
         self.registered.add(start, stop - start)
@@ -167,6 +169,7 @@ class Registrations:
             self.budget.note(stop - start, seconds)
         self._refused_in_a_row = 0
 
+    @span("unregister", "fill")
     def _unregister(self, start: int) -> None:
         try:
             with self._device.turns:

@@ -10,6 +10,7 @@ from hostmem._sys import linux
 from hostmem.errors import HostOOMError
 from hostmem.machine import Machine
 from hostmem.page_mode import PageMode
+from hostmem.spans import span
 from hostmem.units import align_down, align_up, format_size
 
 __all__ = ["Reservation"]
@@ -72,6 +73,7 @@ class Reservation:
         if first < last:
             linux.allow(self.address + first, last - first)
 
+    @span("populate", "fill")
     def populate(self, start: int, end: int) -> None:
         """Fault the pages of ``[start, end)`` in; they must be accessible and never used before.
 

@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from hostmem import lifetime
 from hostmem.closing import Closable
+from hostmem.describing import one_line
 from hostmem.device import DeviceLike, resolve_device
 from hostmem.device.base import Device
 from hostmem.errors import ClosedError, CuError, CuOOMError, RegistrationError
@@ -166,6 +167,7 @@ class StaticHostMem(Closable):
             self._core.close()
             self._finalizer.detach()
 
+    @one_line
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at {self.address:#x}"
         return f"<StaticHostMem {format_size(self.nbytes)}, {state}, {self.device.name}>"

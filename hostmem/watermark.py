@@ -10,6 +10,7 @@ from collections.abc import Callable
 from hostmem.courier import callbacks
 from hostmem.errors import ClosedError, HostmemError, HostOOMError, RegistrationError
 from hostmem.ranges import RangeTable
+from hostmem.spans import span
 from hostmem.units import format_size
 
 __all__ = ["Watermark"]
@@ -184,6 +185,7 @@ class Watermark:
 
     # --------------------------------------------------------------- the side of those who wait
 
+    @span("wait for the fill", "wait")
     def wait(self, end: int, timeout: float | None, start: int = 0) -> None:
         """Block until ``[start, end)`` is usable; see `hostmem.HostMem.wait_usable`."""
         if timeout is not None and not timeout >= 0:

@@ -5,6 +5,8 @@ and hands them out in the hot one; `KVCacheManager` gives sequences of tokens th
 configuration classes say how much memory each level may use.
 """
 
+import logging
+
 from hostmem._version import __version__
 from hostmem.errors import (
     ClosedError,
@@ -31,6 +33,7 @@ from kvtier.config import (
     GpuCacheTierConfig,
     HostCacheTierConfig,
     KVCacheManagerConfig,
+    RemoteCacheTierConfig,
 )
 from kvtier.config_file import load_config
 from kvtier.engine_pages import EnginePages
@@ -43,7 +46,16 @@ from kvtier.plan import CachePlan, LevelPlan
 from kvtier.ranks import create_on_all_ranks
 from kvtier.sequence import KVSequence
 from kvtier.slots import SlotAllocator
-from kvtier.stats import Activity, LevelStats, Scope, StorageStats, Traffic, Usage, Waits
+from kvtier.stats import (
+    Activity,
+    LevelStats,
+    RemoteStats,
+    Scope,
+    StorageStats,
+    Traffic,
+    Usage,
+    Waits,
+)
 from kvtier.storage import TierStorage
 from kvtier.transfer.codec import ColdPageCodec, Concatenate
 from kvtier.transfer.copier import PageCopier
@@ -85,6 +97,8 @@ __all__ = [
     "PeerInitError",
     "PlacementRefusedError",
     "RegistrationError",
+    "RemoteCacheTierConfig",
+    "RemoteStats",
     "ResourceBusyError",
     "Scope",
     "SlotAllocator",
@@ -100,3 +114,5 @@ __all__ = [
     "layout_fingerprint",
     "load_config",
 ]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())

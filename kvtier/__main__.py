@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -22,14 +24,15 @@ from kvtier.config_file import load_config
 from kvtier.eviction import POLICIES, make_policy
 from kvtier.levels import default_max_quota
 from kvtier.plan import make_plan
+from kvtier.replay.destination import check_destination
 from kvtier.replay.generator import generate, write_trace
 from kvtier.replay.metadata import replay_metadata
 from kvtier.replay.options import ReplayOptions
 from kvtier.replay.progress import Progress
+from kvtier.replay.recording import Recording
 from kvtier.replay.summary import (
     LevelUse,
     ReplayResult,
-    check_destination,
     format_summary,
     write_json,
 )
@@ -65,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments, unknown = _parser().parse_known_args(argv)
     name = f"kvtier {arguments.command}"
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         if unknown:
             raise ValueError(f"unrecognized arguments: {' '.join(unknown)}")
@@ -80,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CorruptedError as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 1
-    except (ValueError, OSError, HostmemError) as error:
+    except (ValueError, OSError, HostmemError, ImportError) as error:
         print(f"{name}: error: {_reason(error)}", file=sys.stderr)
         return 2
     return 0
@@ -89,21 +93,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _replay(arguments: argparse.Namespace) -> None:
     """Replay a trace; everything that can be refused is refused before the trace is read."""
     options = _options(arguments)
-    if arguments.json is not None:
-        check_destination(arguments.json)
-        if os.path.exists(arguments.json) and os.path.samefile(arguments.json, arguments.trace):
-            raise ValueError("--json would replace the trace")
+    for flag, path in (("--json", arguments.json), ("--html", arguments.html)):
+        if path is not None:
+            check_destination(path)
+            if os.path.exists(path) and os.path.samefile(path, arguments.trace):
+                raise ValueError(f"{flag} would replace the trace")
+    if arguments.html is not None and arguments.html == arguments.json:
+        raise ValueError("--json and --html name the same file")
+    shared = options is not None and options.remote is not None
+    if shared and arguments.html is not None:
+        raise ValueError("--html shows one process; with --remote there are two")
+    recording = None if arguments.html is None else Recording()
     requests = read_trace(arguments.trace)[: arguments.limit]
     with Progress(len(requests)) as progress:
         if options is None:
-            result = _metadata(arguments, requests, progress)
+            result = _metadata(arguments, requests, progress, recording)
+        elif shared:
+            from kvtier.replay.shared import replay_shared
+
+            result = replay_shared(requests, options)
         else:
             from kvtier.replay.engine import replay_bytes
 
-            result = replay_bytes(requests, options, progress)
+            result = replay_bytes(requests, options, progress, recording)
     if arguments.json is not None:
         write_json(result, arguments.json)
+    if recording is not None:
+        from kvtier.replay.report import write_report
+
+        command = shlex.join(["python", *sys.orig_argv[1:]])
+        write_report(result, recording, arguments.html, options=options, command=command)
     print(format_summary(result))
+    if shared:
+        from kvtier.replay.shared import format_sharing
+
+        print("\n" + format_sharing(result))
     if result.corrupt_blocks:
         raise CorruptedError(
             f"{result.corrupt_blocks} of {result.verified_blocks} blocks came back with "
@@ -128,12 +152,15 @@ def _options(arguments: argparse.Namespace) -> ReplayOptions | None:
 
 
 def _metadata(
-    arguments: argparse.Namespace, requests: Sequence[Request], progress: Progress
+    arguments: argparse.Namespace,
+    requests: Sequence[Request],
+    progress: Progress,
+    recording: Recording | None,
 ) -> ReplayResult:
     """Replay without bytes."""
     capacity = arguments.capacity_blocks
     policy = make_policy(arguments.policy, capacity)
-    counts = replay_metadata(requests, policy, progress)
+    counts = replay_metadata(requests, policy, progress, recording)
     return ReplayResult(
         mode="metadata",
         trace=arguments.trace,
@@ -202,6 +229,16 @@ def _parser() -> argparse.ArgumentParser:
     tiers.add_argument(
         "--device", metavar="DEVICE", type=_device, help="cpu, auto or a GPU ordinal (default auto)"
     )
+    tiers.add_argument(
+        "--remote",
+        metavar="MASTER",
+        help="deal the requests to two processes that share the Mooncake Store of this master, "
+        "host:port; each has all the tiers",
+    )
+    tiers.add_argument(
+        "--remote-metadata", metavar="URL", help="its metadata server (default P2PHANDSHAKE)"
+    )
+    size("--remote-segment", help="bytes that each process lends the store (default 512MiB)")
     metadata = replay.add_argument_group("without bytes")
     metadata.add_argument(
         "--metadata-only", action="store_true", help="count hits on one level, move nothing"
@@ -217,6 +254,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("--limit", metavar="N", type=_positive, help="first N requests only")
     replay.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    replay.add_argument("--html", metavar="FILE", help="and as a page with pictures")
 
     trace = commands.add_parser(
         "trace",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Generic, TypeGuard, TypeVar
 
+from hostmem.describing import one_line
 from hostmem.device import DONE
 from kvtier.page import Page
 
@@ -36,6 +37,7 @@ class Block(Generic[Key]):
         """Change the page of one pool group."""
         self.pages = (*self.pages[:group], page, *self.pages[group + 1 :])
 
+    @one_line
     def __repr__(self) -> str:
         return f"block {self.key!r}"
 

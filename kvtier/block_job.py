@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager
 from typing import Generic
 
 from hostmem import Event
+from hostmem.describing import one_line
 from hostmem.device import DONE
+from hostmem.spans import span
 from kvtier.block import Key
 from kvtier.transfer.page_events import gathered
 
@@ -27,6 +29,8 @@ class BlockJob(Generic[Key]):
         Of each block's pages.
     waiting : callable
         Gives a context manager that measures the time in it.
+    behind : Event
+        Of blocks that come from a remote store, if it has them: not among the keys.
     """
 
     __slots__ = ("_events", "_waiting", "event", "keys")
@@ -36,10 +40,12 @@ class BlockJob(Generic[Key]):
         keys: Sequence[Key],
         events: Sequence[Sequence[Event]],
         waiting: Callable[[str], AbstractContextManager[None]],
+        behind: Event = DONE,
     ) -> None:
         self.keys = list(keys)
         """The blocks that are copied, in order."""
-        self.event: Event = next(iter(gathered([one for some in events for one in some])), DONE)
+        every = [one for some in events for one in some]
+        self.event: Event = next(iter(gathered([*every, behind])), DONE)
         """Of all the copies: a stream may wait for it. It has failed if one of them has."""
         self._events = events
         self._waiting = waiting
@@ -65,6 +71,7 @@ class BlockJob(Generic[Key]):
         """What made the first block fail that did, or None."""
         return next(iter(self.failed.values()), None)
 
+    @span("wait for jobs", "wait", domain="kvtier")
     def wait(self, timeout: float | None = None) -> None:
         """Block until all copies have finished.
 
@@ -85,6 +92,7 @@ class BlockJob(Generic[Key]):
         with self._waiting("jobs"):
             self.event.synchronize(timeout)
 
+    @one_line
     def __repr__(self) -> str:
         state = "under way" if not self.done else "failed" if self.error else "done"
         return f"<BlockJob of {len(self.keys)} blocks, {state}>"

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hostmem import Event, ResourceBusyError
+from hostmem.describing import one_line
 from hostmem.device import DONE
 from kvtier.arguments import check_event, whole_number
 from kvtier.block import Block, Columns, Key, is_there
@@ -20,6 +21,8 @@ from kvtier.events import BlockEvent
 from kvtier.keys import encode_key
 from kvtier.leases import BlockLease, BlockReservation
 from kvtier.page import Page
+from kvtier.remote.client import Connect
+from kvtier.remote.level import RemoteLevel
 from kvtier.storage import TierStorage
 
 __all__ = ["BlockCache"]
@@ -41,9 +44,13 @@ class BlockCache(Generic[Key]):
         The engine's own pages, for `store` and `load`. The first level is host memory then.
     max_events : int
         Keys that `take_events` can name at most; 0 for no events.
+    connect : callable, optional
+        Makes a client of another store than Mooncake's, where the storage has a remote tier.
 
     Raises
     ------
+    ImportError
+        The storage has a remote tier, and Mooncake's package is not installed.
     ValueError
         The storage has a cache already; or ``engine`` is of another configuration, or given where
         the storage has a gpu tier of its own, or the driver knows no memory at some of its pages.
@@ -71,7 +78,12 @@ class BlockCache(Generic[Key]):
     """
 
     def __init__(
-        self, storage: TierStorage, *, engine: EnginePages | None = None, max_events: int = 0
+        self,
+        storage: TierStorage,
+        *,
+        engine: EnginePages | None = None,
+        max_events: int = 0,
+        connect: Connect | None = None,
     ) -> None:
         plan = storage.plan
         if engine is not None and engine.groups != plan.groups:
@@ -90,6 +102,9 @@ class BlockCache(Generic[Key]):
         self._groups = range(len(plan.groups))
         self._index: BlockIndex[Key] = BlockIndex(storage, max_events)
         self._reserved: set[Key] = set()
+        self._remote: RemoteLevel[Key] | None = None
+        if (tier := storage.config.remote) is not None:
+            self._remote = RemoteLevel(storage, self._index, tier, connect)
 
     # --------------------------------------------------------------------------------- finding
 
@@ -116,6 +131,22 @@ class BlockCache(Generic[Key]):
         A block whose copy is failing at this moment still counts.
         """
         return self._index.match(keys)
+
+    def lookup(self, keys: Sequence[Key], timeout: float | None = None) -> int:
+        """Count the leading keys whose blocks are there or in the remote store; touches nothing.
+
+        Parameters
+        ----------
+        keys : sequence
+            In prefix order, of a sequence.
+        timeout : float, optional
+            Seconds to wait for the store, which is not asked while it is degraded; by default, and
+            at most, the tier's ``deadline``. When it is over, what is there counts alone.
+        """
+        here = self.match(keys)
+        if self._remote is None or here == len(keys):
+            return here
+        return here + self._remote.lookup(keys[here:], timeout)
 
     def acquire(self, keys: Sequence[Key]) -> BlockLease[Key]:
         """Lease the leading blocks that are there, and start bringing them to the first level.
@@ -162,6 +193,9 @@ class BlockCache(Generic[Key]):
     def prefetch(self, keys: Sequence[Key]) -> BlockJob[Key]:
         """Start bringing the leading blocks that are there to the first level, and hold none.
 
+        Those behind that a remote store has are fetched from it: they are there when the job is
+        done, by the tier's ``deadline`` at the latest. What does not come is not there, no failure.
+
         Raises
         ------
         OutOfPagesError
@@ -175,7 +209,10 @@ class BlockCache(Generic[Key]):
                     [page.ready for page in row if page is not None]
                     for row in zip(*lease._columns, strict=True)
                 ]
-                return BlockJob(lease.keys, events, self._waiting)
+                behind = DONE
+                if self._remote is not None:
+                    behind = self._remote.fetch(keys[len(blocks) :], len(blocks))
+                return BlockJob(lease.keys, events, self._waiting, behind)
 
     def visible(self, blocks: int) -> NDArray[np.bool_]:
         """Tell which pages of so many leading blocks the token behind them sees.
@@ -477,6 +514,7 @@ class BlockCache(Generic[Key]):
             if self._index.is_unread(key):
                 self._index.remove(self._index.blocks[key])
         self._index.enter(blocks, columns, keys, self._index.find(keys), None)
+        self._share(columns)
         storage.release(page for row in rows for page in row if page is not None)
         return BlockJob(keys, events, self._waiting)
 
@@ -569,8 +607,10 @@ class BlockCache(Generic[Key]):
             self._index.check()
             self._storage._check()
 
+    @one_line
     def __repr__(self) -> str:
-        return f"<BlockCache of {len(self)} blocks over {self._storage!r}>"
+        lost = f", {self.lost} lost" if self.lost else ""
+        return f"<BlockCache of {len(self)} blocks{lost} over {self._storage!r}>"
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
         """Count the time of a ``with`` block as waiting for something."""
@@ -600,7 +640,13 @@ class BlockCache(Generic[Key]):
                 blocks, columns = room._take(len(keys), last)
                 self._reserved.difference_update(b.key for b in blocks if b.key is not None)
                 held, pages = self._index.enter(blocks, columns, keys, found, ready)
+                self._share(pages)
                 return BlockLease(self, held, pages, [0] * len(held))
+
+    def _share(self, columns: Columns) -> None:
+        """Let others have pages that were computed."""
+        if self._remote is not None:
+            self._remote.stored(page for column in columns for page in column)
 
     def _cancel(self, blocks: list[Block[Key]], pages: list[Page], after: Event) -> None:
         with self._storage.lock:

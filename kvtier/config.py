@@ -39,6 +39,7 @@ __all__ = [
     "GpuCacheTierConfig",
     "HostCacheTierConfig",
     "KVCacheManagerConfig",
+    "RemoteCacheTierConfig",
 ]
 
 
@@ -54,9 +55,16 @@ class CacheTier(StrEnum):
     """Page-locked host memory."""
     DISK = "disk"
     """Files in one directory."""
+    REMOTE = "remote"
+    """A store that hosts share."""
 
 
 _ORDER = tuple(CacheTier)
+
+PROTOCOLS = ("tcp", "rdma")
+"""How pages travel to a remote store."""
+MODES = ("write-through", "write-back", "read-only")
+"""When pages go out to a remote store."""
 
 
 class _Checked:
@@ -251,6 +259,121 @@ class DiskCacheTierConfig(CacheTierConfig):
 
 
 @dataclass(frozen=True, slots=True, init=False)
+class RemoteCacheTierConfig(CacheTierConfig):
+    """A store that hosts share, Mooncake Store: what one of them computed, the others find.
+
+    It is no place of ours: what is there may be evicted at any moment. Takes the extra ``remote``,
+    as in ``pip install hostmem[remote]``, and its master, which `docs/remote.md` says how to start.
+
+    Parameters
+    ----------
+    master : str
+        ``"host:port"`` of the master.
+    metadata : str
+        Where the hosts find each other: ``"http://host:port/metadata"``, or ``"P2PHANDSHAKE"`` for
+        no such server.
+    protocol : {"tcp", "rdma"}
+        How pages travel.
+    local_segment : int or str
+        Bytes of this process's memory that the store may use, beside all quotas; 0 for none.
+    replicas : int
+        Copies of a page in the segments of as many processes.
+    mode : {"write-through", "write-back", "read-only"}
+        When pages go out: as soon as they are computed; when they leave the host level, which there
+        must be then; or never.
+    deadline : float
+        Seconds after which nobody waits for the store any more.
+    in_flight : int
+        Pages that may be under way, or wait for it, in each direction. Others are not sent, or are
+        misses.
+    namespace : str
+        What decides the bytes of a page and no configuration names: the model, its weights, their
+        number format. Processes of different ones share nothing.
+    host : str, optional
+        How the others reach this host; by default by its address towards the master.
+    devices : str
+        The network cards for ``"rdma"``, such as ``"mlx5_0,mlx5_1"``; empty: those it finds.
+    """
+
+    tier: ClassVar[CacheTier] = CacheTier.REMOTE
+
+    master: str
+    metadata: str
+    protocol: str
+    quota: int
+    max_quota: int | None
+    replicas: int
+    mode: str
+    deadline: float
+    in_flight: int
+    namespace: str
+    host: str | None
+    devices: str
+
+    def __init__(
+        self,
+        master: str,
+        metadata: str = "P2PHANDSHAKE",
+        protocol: str = "tcp",
+        local_segment: Size = "1GiB",
+        replicas: int = 1,
+        *,
+        mode: str = "write-through",
+        deadline: float = 1.0,
+        in_flight: int = 256,
+        namespace: str = "",
+        host: str | None = None,
+        devices: str = "",
+    ) -> None:
+        segment = parse_size(local_segment, "remote.local_segment")
+        _all([deadline], Real, "remote.deadline")
+        _all([master, metadata, protocol, mode, namespace, devices], str, "remote")
+        values = {
+            "master": master,
+            "metadata": metadata,
+            "protocol": protocol,
+            "quota": segment,
+            "max_quota": segment,
+            "replicas": _whole(replicas, "remote.replicas"),
+            "mode": mode,
+            "deadline": float(deadline),
+            "in_flight": _whole(in_flight, "remote.in_flight"),
+            "namespace": namespace,
+            "host": host,
+            "devices": devices,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def local_segment(self) -> int:
+        """Bytes of this process's memory that the store may use."""
+        return self.quota
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the addresses, the numbers and the names."""
+        _, colon, port = self.master.rpartition(":")
+        if not (colon and port.isascii() and port.isdigit()):
+            yield f"remote.master: {self.master!r} is not host:port"
+        if self.metadata != "P2PHANDSHAKE" and "://" not in self.metadata:
+            yield f"remote.metadata: {self.metadata!r} is no URL, nor 'P2PHANDSHAKE'"
+        for field, value, known in (
+            ("protocol", self.protocol, PROTOCOLS),
+            ("mode", self.mode, MODES),
+        ):
+            if value not in known:
+                yield f"remote.{field}: {value!r} is none of {', '.join(map(repr, known))}"
+        if self.quota < 0:
+            yield f"remote.local_segment: {self.quota} B is below the minimum of 0 B"
+        if self.replicas < 1:
+            yield f"remote.replicas: {self.replicas} is below the minimum of 1"
+        if self.in_flight < 1:
+            yield f"remote.in_flight: {self.in_flight} is below the minimum of 1 page"
+        if not (isfinite(self.deadline) and self.deadline > 0):
+            yield f"remote.deadline: {self.deadline} s is not above 0 and finite"
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class BufferConfig(_Checked):
     """One buffer of a layer.
 
@@ -326,7 +449,8 @@ class KVCacheManagerConfig(_Checked):
     """The levels, hot to cold: gpu, then host, then disk, at most one of each, gpu or host always.
 
     Without a gpu tier the engine owns the hot pages, and copies between its own buffers and the
-    first level.
+    first level. A `RemoteCacheTierConfig` may be given as the last: it has no slots of ours, and is
+    found in ``remote``.
     """
     layers: Sequence[AttentionLayerConfig]
     """The attention layers."""
@@ -337,11 +461,18 @@ class KVCacheManagerConfig(_Checked):
     cold_page_codec: ColdPageCodec | None = None
     """What a page is made of in the levels that are not hot; None: the hot buffers of its layers,
     one after another."""
+    remote: RemoteCacheTierConfig | None = None
+    """The store that hosts share, if there is one."""
 
     def __post_init__(self) -> None:
         tokens = _whole(self.tokens_per_block, "tokens_per_block")
         object.__setattr__(self, "tokens_per_block", tokens)
         tiers = _all(self.cache_tiers, CacheTierConfig, "cache_tiers")
+        if self.remote is not None:
+            _all([self.remote], RemoteCacheTierConfig, "remote")
+        elif tiers and isinstance(tiers[-1], RemoteCacheTierConfig):
+            object.__setattr__(self, "remote", tiers[-1])
+            tiers = tiers[:-1]
         object.__setattr__(self, "cache_tiers", tiers)
         object.__setattr__(self, "layers", _all(self.layers, AttentionLayerConfig, "layers"))
         if self.cold_page_codec is not None:
@@ -404,13 +535,17 @@ class KVCacheManagerConfig(_Checked):
         ranks = [_ORDER.index(tier) for tier in tiers]
         if not tiers:
             yield "cache_tiers: none given, the minimum is 1 tier, gpu or host"
-        elif any(warm >= cold for warm, cold in pairwise(ranks)):
+        elif CacheTier.REMOTE in tiers or any(warm >= cold for warm, cold in pairwise(ranks)):
             yield (
                 f"cache_tiers: {', '.join(tiers)} is not a valid order; "
-                "gpu comes first, then host, then disk, at most one of each"
+                "gpu comes first, then host, then disk, then remote, at most one of each"
             )
         elif tiers == [CacheTier.DISK]:
             yield "cache_tiers: disk alone; it needs a gpu or a host tier above it"
+        if self.remote is not None:
+            yield from self.remote.problems()
+            if self.remote.mode == "write-back" and CacheTier.HOST not in tiers:
+                yield "remote.mode: 'write-back' needs a host tier, which pages go out from"
         n_groups = len(group_layouts(self.layers))
         for tier in self.cache_tiers:
             yield from tier.problems()

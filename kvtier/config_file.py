@@ -18,6 +18,11 @@ tier = "disk"                    # quota, path, max_quota, persist, compression
 quota = "1TiB"
 path = "/var/cache/kv"
 
+[[cache_tiers]]
+tier = "remote"                  # master and what else RemoteCacheTierConfig takes
+master = "kv-master:50051"
+namespace = "llama-70b, fp8"
+
 [[layers]]
 count = 40                       # layers 0 to 39; without it one
 buffers = { key = "64KiB", value = "64KiB" }
@@ -52,6 +57,7 @@ from kvtier.config import (
     GpuCacheTierConfig,
     HostCacheTierConfig,
     KVCacheManagerConfig,
+    RemoteCacheTierConfig,
 )
 
 __all__ = ["load_config", "parse_config"]
@@ -152,6 +158,8 @@ class _Table:
 def _tier(value: object, place: str) -> CacheTierConfig:
     with _Table(value, place) as table:
         kind = table.get("tier", _tier_name)
+        if kind is CacheTier.REMOTE:
+            return _remote(table)
         quota = table.get("quota", _size)
         bound = table.optional(max_quota=_size)
         if kind is CacheTier.GPU:
@@ -162,6 +170,16 @@ def _tier(value: object, place: str) -> CacheTierConfig:
         path = table.get("path", _text)
         options = table.optional(persist=_flag, compression=_text)
         return DiskCacheTierConfig(quota, path, **bound, **options)
+
+
+def _remote(table: _Table) -> RemoteCacheTierConfig:
+    text = dict.fromkeys(("metadata", "protocol", "mode", "namespace", "host", "devices"), _text)
+    return RemoteCacheTierConfig(
+        table.get("master", _text),
+        **table.optional(**text),
+        **table.optional(local_segment=_size, deadline=_number),
+        **table.optional(replicas=_whole, in_flight=_whole),
+    )
 
 
 def _layer_entry(value: object, place: str) -> tuple[list[int] | int, dict[str, Any]]:

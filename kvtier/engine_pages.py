@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hostmem.describing import one_line
 from hostmem.units import format_size
 from kvtier.layout import GroupLayout
 from kvtier.plan import CachePlan
@@ -21,16 +22,16 @@ __all__ = ["EnginePages"]
 class _Buffer:
     """One buffer of one layer in every page: a pool whose memory is somebody else's."""
 
-    base: int
+    address: int
     stride: int
     slot_size: int
     slots: int
 
     def addresses(self, ids: Ids) -> NDArray[np.uint64]:
-        return ids.astype(np.uint64) * np.uint64(self.stride) + np.uint64(self.base)
+        return ids.astype(np.uint64) * np.uint64(self.stride) + np.uint64(self.address)
 
     def extent(self) -> tuple[int, int]:
-        return self.base, self.stride * (self.slots - 1) + self.slot_size
+        return self.address, self.stride * (self.slots - 1) + self.slot_size
 
     def registration_index(self, addresses: NDArray[np.uint64]) -> NDArray[np.int64] | None:
         return None  # a buffer is one allocation
@@ -152,6 +153,7 @@ class EnginePages:
                 raise ValueError(f"pages: {twice[0]} of pool group {group} is named twice")
         return homes.astype(np.int32)
 
+    @one_line
     def __repr__(self) -> str:
         kinds = [
             f"{count:,} pages of {format_size(memory.page_bytes)}"

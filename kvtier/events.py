@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, Literal
 
+from hostmem.describing import named, one_line
 from kvtier.block import Key
 
 __all__ = ["BlockEvent", "EventLog"]
@@ -28,6 +29,14 @@ class BlockEvent(Generic[Key]):
     """Name of the level they were in; None if stored."""
     level: str | None
     """Name of the level they are in; None if removed."""
+
+    @one_line
+    def __repr__(self) -> str:
+        places = [place for place in (self.source, self.level) if place is not None]
+        return (
+            f"<BlockEvent {self.kind}: {named(self.keys)}; group {self.group}, "
+            f"{' -> '.join(places)}>"
+        )
 
 
 class EventLog(Generic[Key]):

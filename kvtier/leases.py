@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from hostmem import Event
 from hostmem.closing import Closable
+from hostmem.describing import one_line
 from hostmem.device import DONE
+from hostmem.spans import span
 from kvtier.arguments import check_event
 from kvtier.block import Block, Columns, Key
 from kvtier.page import Page
@@ -47,7 +49,13 @@ class _Held(Closable, Generic[Key]):
         -------
         int32 array, shape (blocks,)
             -1 where a window does not show the block.
+
+        Raises
+        ------
+        ValueError
+            They are held no more: the slots may be others' by now.
         """
+        self._check_open()
         column = self._columns[group]
         return np.array([-1 if page is None else page.slot for page in column], np.int32)
 
@@ -56,6 +64,7 @@ class _Held(Closable, Generic[Key]):
             return [page for page in self._columns[0] if page is not None]
         return [p for row in zip(*self._columns, strict=True) for p in row if p is not None]
 
+    @one_line
     def __repr__(self) -> str:
         state = "" if self._open else ", which it does not hold any more"
         return f"<{type(self).__name__} of {len(self)} blocks{state}>"
@@ -107,6 +116,7 @@ class BlockLease(_Held[Key]):
         """
         return _distinct(page.ready for page in self._pages() if not _arrived(page))
 
+    @span("wait for blocks", "wait", domain="kvtier")
     def wait(self) -> None:
         """Block until the bytes of every block are in the first level.
 
@@ -197,6 +207,7 @@ class BlockReservation(_Held[Key]):
         fences = [fence for page in self._pages() for fence in page.fences]
         return _distinct([*fences, *(p.ready for p in self._pages() if not _arrived(p))])
 
+    @span("wait for slots", "wait", domain="kvtier")
     def wait(self) -> None:
         """Block until the slots may be written.
 

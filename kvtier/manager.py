@@ -9,6 +9,7 @@ import weakref
 
 from hostmem import ClosedError
 from hostmem.closing import Closable
+from hostmem.describing import html_of, notebook, one_line
 from hostmem.device import DeviceLike
 from kvtier.arguments import whole_number
 from kvtier.blocks import BlockCache
@@ -39,6 +40,8 @@ class KVCacheManager(Closable):
         The configuration, or a quota that cannot be had here.
     HostOOMError, DiskOOMError, CuOOMError
         A level could not be built; nothing was kept.
+    ImportError
+        There is a remote tier, and Mooncake's package is not installed; nothing was kept.
 
     Notes
     -----
@@ -72,8 +75,12 @@ class KVCacheManager(Closable):
             )
         self.storage = TierStorage(config, device=device, policy=policy)
         """The levels."""
-        self.cache: BlockCache[bytes] = BlockCache(self.storage)
-        """The blocks, by the keys that `keys` gives."""
+        try:
+            self.cache: BlockCache[bytes] = BlockCache(self.storage)
+            """The blocks, by the keys that `keys` gives."""
+        except BaseException:
+            self.storage.close()
+            raise
         self._terms = SequenceTerms(
             self.storage,
             self.cache,
@@ -167,6 +174,11 @@ class KVCacheManager(Closable):
         """Say how full the levels are, for a person."""
         return self.storage.describe()
 
+    @notebook
+    def _repr_html_(self) -> str:
+        return html_of(repr(self), self.stats()._parts())
+
+    @one_line
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return f"<KVCacheManager of {len(self._sequences)} sequences over {self.storage!r}{state}>"

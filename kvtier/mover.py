@@ -17,6 +17,7 @@ import numpy as np
 
 from hostmem import Event, OutOfPagesError
 from hostmem.device import DONE
+from hostmem.spans import span
 from hostmem.units import format_size
 from kvtier.latch import Latch
 from kvtier.levels import Level
@@ -113,6 +114,8 @@ class Mover:
         """Told of each page that is dropped."""
         self.on_move: Callable[[Sequence[Page], int, int], None] | None = None
         """Told of pages, the level they leave and the one they go to."""
+        self.on_leave: Callable[[Sequence[Page]], None] | None = None
+        """Told of pages of one group that make room, while they are where they were."""
         self.pages_dropped = 0
         """Pages that left the last level, or were lost on the way, so far."""
         self.deferred: set[Page] = set()
@@ -264,6 +267,7 @@ class Mover:
 
         return leaves
 
+    @span("make room", "move", domain="kvtier")
     def evict(self, level: int, group: int, n: int, *, anywhere: bool = False) -> list[Departure]:
         """Free ``n`` slots of a level, or change nothing; see `plan_eviction`.
 
@@ -287,6 +291,8 @@ class Mover:
             for at, own, _ in plan.levels:
                 may_leave = self._leaver(at, group, anywhere and at.index == level)
                 at.policies[group].evict(own, may_leave)
+            if self.on_leave is not None:
+                self.on_leave([*plan.dropped, *(p for *_, come in plan.levels for p in come)])
             for source, some in groupby(plan.dropped, attrgetter("level")):
                 self.free(list(some), source, group)
             for at, _, arrivals in reversed(plan.levels):  # whose slots have become free below
@@ -351,6 +357,7 @@ class Mover:
 
     # -------------------------------------------------------------------------------- movements
 
+    @span("move pages", "move", domain="kvtier")
     def move(
         self, pages: list[Page], source: int, to: int, ids: Ids, fences: tuple[Event, ...]
     ) -> list[Departure]:
@@ -421,14 +428,16 @@ class Mover:
         fences = {id(event): event for page in pages for event in page.fences}
         # As the event of each page: the places in an event of several are not those of these.
         after = Dependencies(gathered([ready] * len(pages)), tuple(fences.values()))
-        events = self._copier.copy(source, ids, where.memory, slots, after, up=False)
+        hot = where.memory.hot  # then the other memory is no engine's, and has whole pages
+        events = self._copier.copy(source, ids, where.memory, slots, after, up=hot)
+        owner = "remote" if hot else "engine"
         first = 0
         for count, event in events:
             part = pages[first : first + count]
             for index, page in enumerate(part):
                 page.ready, page.fences = event.page(index), ()
             nbytes = count * where.memory.page_bytes
-            self._note(_Moving(event, count, nbytes, f"engine->{at.name}", part))
+            self._note(_Moving(event, count, nbytes, f"{owner}->{at.name}", part))
             first += count
 
     def copy_out(
@@ -439,14 +448,16 @@ class Mover:
         where = at.groups[pages[0].group]
         slots = np.array([page.slot for page in pages], np.int32)
         after = Dependencies(gathered([page.ready for page in pages]), _pending(ready))
-        copies = self._copier.copy(where.memory, slots, target, ids, after, up=True)
+        hot = where.memory.hot
+        copies = self._copier.copy(where.memory, slots, target, ids, after, up=not hot)
+        owner = "remote" if hot else "engine"
         events: list[Event] = []
         for count, event in copies:
             first = len(events)
             for page in pages[first : first + count]:
                 page.fences = (*(e for e in page.fences if not e.query()), event)
             nbytes = count * where.memory.page_bytes
-            self._note(_Moving(event, count, nbytes, f"{at.name}->engine"))
+            self._note(_Moving(event, count, nbytes, f"{at.name}->{owner}"))
             events += map(event.page, range(count))
         return events
 

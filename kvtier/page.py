@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import cast
 
+from hostmem.describing import one_line
 from hostmem.device import DONE, Event
 
 __all__ = ["Departure", "Page"]
@@ -96,5 +97,6 @@ class Page:
         """Whether the copy that was to bring its bytes failed."""
         return self.ready.query() and self.ready.error is not None
 
+    @one_line
     def __repr__(self) -> str:
         return f"<Page of {self.owner!r}, group {self.group}, level {self.level} slot {self.slot}>"

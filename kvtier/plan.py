@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from hostmem.describing import Table, html_of, notebook
 from hostmem.units import align_up, format_size
 from kvtier.layout import GroupLayout, group_layouts
 from kvtier.quota import exact_size, exact_weights, grain_of, quota_holding, slots_in, split_quota
@@ -106,11 +107,17 @@ class LevelPlan:
 
     def describe(self) -> str:
         """Show the level as a table, one row a group."""
-        title = (
+        return "\n".join([self._title(), *_table(list(self._rows()))])
+
+    def _title(self) -> str:
+        return (
             f"{self.tier}: quota {format_size(self.quota)}, "
             f"at most {format_size(self.max_quota)}, in grains of {format_size(self.grain)}"
         )
-        return "\n".join([title, *_table(list(self._rows()))])
+
+    @notebook
+    def _repr_html_(self) -> str:
+        return html_of(self._title(), [Table(list(self._rows()))])
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         where = "file" if self.tier == "disk" else f"{self.tier} memory"
@@ -165,7 +172,14 @@ class CachePlan:
 
     def describe(self) -> str:
         """Show the groups, every level and what all take together, as text for a person."""
-        rows = [("group", "layers", "pools", "page bytes", "window", "sinks")]
+        title = f"pool groups, blocks of {self.tokens_per_block:,} tokens"
+        parts = ["\n".join([title, *_table(self._group_rows())])]
+        return "\n\n".join([*parts, *(level.describe() for level in self.levels), self._totals()])
+
+    def _group_rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [
+            ("group", "layers", "pools", "page bytes", "window", "sinks")
+        ]
         for index, group in enumerate(self.groups):
             window, sinks = group.sliding_window_size, group.num_sink_tokens
             rows.append(
@@ -178,17 +192,26 @@ class CachePlan:
                     f"{sinks or 0:,}",
                 )
             )
-        title = f"pool groups, blocks of {self.tokens_per_block:,} tokens"
-        parts = ["\n".join([title, *_table(rows)])]
-        return "\n\n".join([*parts, *(level.describe() for level in self.levels), self._totals()])
+        return rows
+
+    @notebook
+    def _repr_html_(self) -> str:
+        levels = (Table(list(level._rows()), level._title()) for level in self.levels)
+        groups = Table(self._group_rows(), "pool groups")
+        totals = Table(self._total_rows(), "in total")
+        title = f"blocks of {self.tokens_per_block:,} tokens, digest {self.digest}"
+        return html_of(title, [groups, *levels, totals])
 
     def _totals(self) -> str:
+        return "\n".join(["in total", *_table(self._total_rows()), "", f"digest {self.digest}"])
+
+    def _total_rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("", "slots", "bytes", "padding", "address space")]
         for level in self.levels:
             figures = (level.slot_bytes, level.padding, level.address_space)
             sizes = (format_size(sum(each)) for each in figures)
             rows.append((str(level.tier), f"{sum(level.slots):,}", *sizes))
-        return "\n".join(["in total", *_table(rows), "", f"digest {self.digest}"])
+        return rows
 
     def __str__(self) -> str:
         return self.describe()

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from hostmem import ClosedError, Event, ResourceBusyError
 from hostmem.closing import Closable
 from hostmem.courier import closings
+from hostmem.describing import one_line
 from hostmem.device import DONE
+from hostmem.spans import span
 from kvtier.arguments import check_event, whole_number
 from kvtier.blocks import BlockCache
 from kvtier.holding import Holding, unproven
@@ -176,6 +178,7 @@ class KVSequence(Closable):
             self._fences = [event for event in self._fences if not event.query()]
             return (*held.arrivals, *self._fences)
 
+    @span("wait for pages", "wait", domain="kvtier")
     def wait(self) -> None:
         """Block until the pages may be read and written.
 
@@ -403,6 +406,7 @@ class KVSequence(Closable):
             return ClosedError("the sequence was closed, or belongs to the parent of this process")
         return ValueError("the sequence is suspended; call resume first")
 
+    @one_line
     def __repr__(self) -> str:
         state = "" if self._state == "active" else f", {self._state}"
         return f"<KVSequence of {self._n_tokens} tokens{state}>"

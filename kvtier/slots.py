@@ -24,6 +24,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hostmem.describing import one_line
 from hostmem.errors import OutOfPagesError, ResourceBusyError
 
 __all__ = ["Event", "SlotAllocator", "SlotStatistics", "Slots"]
@@ -423,6 +424,15 @@ class SlotAllocator:
             held=sum(len(ids) for ids, _ in self._held),
             peak_in_use=self._peak,
             released=self._released,
+        )
+
+    @one_line
+    def __repr__(self) -> str:
+        # From what is known: `available` would change the state, under a lock that others hold.
+        shrinking = f", shrinking to {self._goal:,}" if self._goal < self._n_slots else ""
+        return (
+            f"<SlotAllocator {self._in_use:,} of {self._n_slots:,} slots in use, "
+            f"{self._n_slots - self._fresh:,} never used{shrinking}>"
         )
 
     def _follow_memory(self) -> None:

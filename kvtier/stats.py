@@ -8,10 +8,21 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from hostmem.describing import Table, html_of, notebook, one_line
 from hostmem.units import format_size
 from kvtier.transfer.slot_io import SlotIOStats
 
-__all__ = ["Activity", "LevelStats", "Meter", "Scope", "StorageStats", "Traffic", "Usage", "Waits"]
+__all__ = [
+    "Activity",
+    "LevelStats",
+    "Meter",
+    "RemoteStats",
+    "Scope",
+    "StorageStats",
+    "Traffic",
+    "Usage",
+    "Waits",
+]
 
 
 @dataclass(slots=True)
@@ -87,6 +98,9 @@ class Activity:
 
     def describe(self) -> str:
         """Show it as tables, for a person."""
+        return "\n\n".join(map(str, self._parts()))
+
+    def _parts(self) -> list[Table | str]:
         held = [
             (name, *_usage_row(use), f"{self.hits.get(name, 0):,}")
             for name, use in self.levels.items()
@@ -99,7 +113,7 @@ class Activity:
             for name, wait in self.waits.items()
         ]
         tables = [
-            _table([tuple(head.split()), *rows])
+            Table([tuple(head.split()), *rows])
             for head, rows in (
                 ("level pages peak came bytes peak came hits", held),
                 ("copies pages peak all bytes peak all failed", moved),
@@ -109,7 +123,20 @@ class Activity:
         ]
         rate = self.hit_rate
         share = "" if rate is None else f", hit rate {rate:.1%}"
-        return "\n\n".join([*tables, f"misses {self.misses:,}{share}"])
+        return [*tables, f"misses {self.misses:,}{share}"]
+
+    def _summary(self) -> str:
+        moved = sum(traffic.total_bytes for traffic in self.pairs.values())
+        hits = sum(self.hits.values())
+        return f"{hits:,} hits, {self.misses:,} misses, {format_size(moved)} moved"
+
+    @one_line
+    def __repr__(self) -> str:
+        return f"<Activity: {self._summary()}>"
+
+    @notebook
+    def _repr_html_(self) -> str:
+        return html_of(repr(self), self._parts())
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +149,42 @@ class LevelStats:
     """Pages it holds."""
     quota: int
     """Bytes it may use."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStats:
+    """What went to and came from a remote store so far."""
+
+    state: str
+    """``"connecting"``, ``"up"``, ``"degraded"`` or ``"closed"``."""
+    sent_pages: int
+    """Pages that the store has taken, or had already."""
+    sent_bytes: int
+    """Bytes of these."""
+    fetched_pages: int
+    """Pages that came from the store and were what had been stored."""
+    fetched_bytes: int
+    """Bytes of these."""
+    unsent: dict[str, int]
+    """Pages that did not get there, by reason."""
+    misses: dict[str, int]
+    """Blocks that were looked for in the store and did not come, by reason."""
+    degradations: int
+    """Times that the store did not answer, or too late, and was left alone for a while."""
+
+    def _table(self) -> Table:
+        head = "remote pages bytes other"
+        rows = [
+            ("sent", f"{self.sent_pages:,}", format_size(self.sent_bytes), _listed(self.unsent)),
+            (
+                "fetched",
+                f"{self.fetched_pages:,}",
+                format_size(self.fetched_bytes),
+                _listed(self.misses),
+            ),
+            (self.state, "", "", f"degraded {self.degradations:,} times"),
+        ]
+        return Table([tuple(head.split()), *rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +201,37 @@ class StorageStats:
     """The same and more over time: peaks, totals, hits, waits."""
     files: tuple[SlotIOStats, ...] = ()
     """What the files of a disk level did, by pool group; empty without one."""
+    remote: RemoteStats | None = None
+    """What a remote store did; None without one."""
 
     def describe(self) -> str:
         """Show it as tables, for a person."""
+        return "\n\n".join(map(str, self._parts()))
+
+    def _parts(self) -> list[Table | str]:
         levels = [
             (name, f"{level.slots:,}", f"{level.used:,}", format_size(level.quota))
             for name, level in self.levels.items()
         ]
-        tables = [_table([("level", "slots", "used", "quota"), *levels]), self.activity.describe()]
+        shown = Table([("level", "slots", "used", "quota"), *levels])
+        parts: list[Table | str] = [shown, *self.activity._parts()]
         if self.files:
-            tables.append(_files_table(self.files))
-        return "\n\n".join(tables)
+            parts.append(_files_table(self.files))
+        if self.remote is not None:
+            parts.append(self.remote._table())
+        return parts
+
+    @one_line
+    def __repr__(self) -> str:
+        levels = ", ".join(
+            f"{name} {at.used:,} of {at.slots:,}" for name, at in self.levels.items()
+        )
+        dropped = f"{self.pages_dropped:,} pages dropped"
+        return f"<StorageStats: {levels}; {self.activity._summary()}, {dropped}>"
+
+    @notebook
+    def _repr_html_(self) -> str:
+        return html_of(repr(self), self._parts())
 
 
 class Meter:
@@ -247,6 +330,12 @@ class Scope:
         with self._meter.lock:
             return _copy(self._book)
 
+    @one_line
+    def __repr__(self) -> str:
+        # Without the lock, which may be held for long: the figures may be of two moments.
+        state = "open" if any(b is self._book for b in self._meter._books) else "not open"
+        return f"<Scope, {state}: {self._book._summary()}>"
+
     def __enter__(self) -> Self:
         with self._meter.lock:
             self._meter._end(self._book)  # where the scope is open already
@@ -278,7 +367,7 @@ def _copy(book: Activity) -> Activity:
     )
 
 
-def _files_table(files: Sequence[SlotIOStats]) -> str:
+def _files_table(files: Sequence[SlotIOStats]) -> Table:
     head = "file writes bytes failed reads bytes failed corrupt restored packed"
     rows = [
         (
@@ -295,7 +384,11 @@ def _files_table(files: Sequence[SlotIOStats]) -> str:
         )
         for group, found in enumerate(files)
     ]
-    return _table([tuple(head.split()), *rows])
+    return Table([tuple(head.split()), *rows])
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {count:,}" for reason, count in counts.items()) or "-"
 
 
 def _usage_row(use: Usage) -> Iterator[str]:
@@ -303,13 +396,3 @@ def _usage_row(use: Usage) -> Iterator[str]:
         yield f"{pages:,}"
     for nbytes in (use.nbytes, use.peak_bytes, use.total_bytes):
         yield format_size(nbytes)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Set columns: names to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        f"{name:<{widths[0]}}"
-        + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
-        for name, *cells in rows
-    )

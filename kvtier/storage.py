@@ -16,6 +16,7 @@ import numpy as np
 
 from hostmem import ClosedError, Event, resolve_device
 from hostmem.closing import Closable
+from hostmem.describing import html_of, notebook, one_line
 from hostmem.device import DONE, DeviceLike
 from hostmem.units import Size, format_size, parse_size
 from kvtier.config import DiskCacheTierConfig, KVCacheManagerConfig
@@ -28,7 +29,7 @@ from kvtier.page import Page
 from kvtier.plan import CachePlan, make_plan
 from kvtier.records import Records
 from kvtier.resizer import Resizer
-from kvtier.stats import LevelStats, Meter, Scope, StorageStats, Usage
+from kvtier.stats import LevelStats, Meter, RemoteStats, Scope, StorageStats, Usage
 from kvtier.transfer.codec import ColdPageCodec
 from kvtier.transfer.copier import PageCopier, reachable
 from kvtier.transfer.memory import DiskPool, Ids, MemoryPool, PageMemory
@@ -76,6 +77,8 @@ class TierStorage(Closable):
     ) -> None:
         config.validate()
         make_policy(policy)
+        self.config = config
+        """What it was built from."""
         self.device = resolve_device(device)
         """Whose memory the hot level is in."""
         self.plan: CachePlan = make_plan(
@@ -90,6 +93,7 @@ class TierStorage(Closable):
         self._meter = Meter(self.lock)
         self._closed = False
         self._loans = contextlib.ExitStack()
+        self._remote: Callable[[], RemoteStats] | None = None
         levels: list[Level] = []
         layout = layout_fingerprint(config) + _name_of(config.cold_page_codec)
         with contextlib.ExitStack() as undo:
@@ -145,6 +149,29 @@ class TierStorage(Closable):
         with self.lock:
             self._check_open()
             self._loans.enter_context(self.device.borrow(ranges))
+
+    def attach_remote(
+        self,
+        on_leave: Callable[[Sequence[Page]], None],
+        stats: Callable[[], RemoteStats],
+        close: Callable[[], None],
+    ) -> None:
+        """Let a remote store know of pages that make room, be asked, and end with the storage.
+
+        Parameters
+        ----------
+        on_leave : callable
+            Called under the lock with pages of one group that are about to leave their levels; who
+            reads a slot adds an event to its page's ``fences``.
+        stats : callable
+            Gives the figures.
+        close : callable
+            Called when the moves have finished and the memory is still there.
+        """
+        with self.lock:
+            self._check_open()
+            self._mover.on_leave, self._remote = on_leave, stats
+            self._loans.callback(close)
 
     # ---------------------------------------------------------------------------------- pages
 
@@ -645,6 +672,7 @@ class TierStorage(Closable):
                     for pool in group.memory.pools
                     if isinstance(pool, DiskPool)
                 ),
+                remote=None if self._remote is None else self._remote(),
             )
 
     def describe(self) -> str:
@@ -679,9 +707,17 @@ class TierStorage(Closable):
                 assert held == used, f"{level.name}: {held} pages are counted, {used} are there"
             assert leased == self._leased, f"{leased} pages are leased, {self._leased} counted"
 
+    @notebook
+    def _repr_html_(self) -> str:
+        return html_of(repr(self), self.stats()._parts())
+
+    @one_line
     def __repr__(self) -> str:
         levels = ", ".join(f"{level.name} {format_size(level.quota)}" for level in self.levels)
-        return f"<TierStorage on {self.device.name}: {levels}{', closed' if self._closed else ''}>"
+        state = ", closed" if self._closed else ""
+        if (reason := self.latch.reason) is not None:
+            state += f", corrupted: {type(reason).__name__}"
+        return f"<TierStorage on {self.device.name}: {levels}{state}>"
 
     # -------------------------------------------------------------------------------- lifetime
 

@@ -279,9 +279,8 @@ class CudaDriver:
     def _resolve(self, entry: _Entry) -> Any:
         pointer = ffi.new("void **")
         status = ffi.new("int *")
-        code = self._library.cuGetProcAddress_v2(
-            entry.name.encode(), pointer, entry.version, 0, status
-        )
+        ask = trace.c_call("cuGetProcAddress", self._library.cuGetProcAddress_v2, ffi)
+        code = ask(entry.name.encode(), pointer, entry.version, 0, status)
         if code != Result.SUCCESS or not pointer[0]:
             return None
         return ffi.cast(entry.prototype, pointer[0])

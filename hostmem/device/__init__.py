@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from operator import index
 from typing import SupportsIndex
@@ -26,6 +27,8 @@ __all__ = [
     "fresh",
     "resolve_device",
 ]
+
+log = logging.getLogger("hostmem")
 
 _ABSENT = {NO_LIBRARY, Result.STUB_LIBRARY, Result.NO_DEVICE}
 DeviceLike = Device | SupportsIndex | str
@@ -84,5 +87,6 @@ def _visible_devices() -> int:
         return load_driver().device_count()
     except CuError as error:
         if error.code in _ABSENT:
+            log.info("device 'auto' is the cpu: %s", error)
             return 0
         raise

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from hostmem.describing import one_line
 from hostmem.device.events import Event
 from hostmem.device.loans import Loan
 from hostmem.turns import NO_TURNS, Turns
@@ -127,5 +128,6 @@ class Device(abc.ABC):
         """
         return Loan()
 
+    @one_line
     def __repr__(self) -> str:
         return f"<{self.name}>"

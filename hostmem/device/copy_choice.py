@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hostmem._sys.driver import MULTIPROCESSORS
+from hostmem.describing import html_of, notebook, one_line
 from hostmem.device.copy_kernel import GRAIN, CopyKernel, CopyQueue
 from hostmem.device.copy_rates import CopyRates, Rates
 from hostmem.errors import CuError, OutOfMemoryError
@@ -109,7 +110,7 @@ class CopyChoice:
         """Tell which copies of a batch are for the kernel; None where none is.
 
         Those between the GPU's memory and registered memory, or within the former, that are small
-        and aligned to `GRAIN`. Blocks while limits are measured.
+        and aligned to ``GRAIN``. Blocks while limits are measured.
         """
         if len(sizes) < _FEWEST:
             return None
@@ -204,6 +205,23 @@ class CopyChoice:
             for r in self.rates
         ]
         return "\n".join(lines)
+
+    @one_line
+    def __repr__(self) -> str:
+        limits = self._limits
+        if limits is None:
+            state = "not measured yet"
+        elif not any(limits):
+            state = "all through the copy engines"
+        else:
+            names = zip(Limits._fields, limits, strict=True)
+            sizes = ", ".join(f"{way} to {format_size(size)}" for way, size in names)
+            state = f"by the copy kernel {sizes}"
+        return f"<CopyChoice of {self._device.name}: {state}>"
+
+    @notebook
+    def _repr_html_(self) -> str:
+        return html_of(repr(self), [self.describe()])
 
     def _summary(self) -> str:
         if self._limits is None:

@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from hostmem._sys import linux
 from hostmem._sys.driver import Result, refuse, stand_in
+from hostmem.describing import one_line
 from hostmem.device.base import Device, Stream
 from hostmem.device.copy_threads import copy_threads
 from hostmem.device.events import Event, HostEvent
 from hostmem.device.pinned import PinnedRanges
 from hostmem.machine import machine
+from hostmem.spans import span
 
 __all__ = ["CpuDevice", "CpuStream"]
 
@@ -78,6 +80,7 @@ class CpuStream(Stream):
         self._dropped = weakref.finalize(self, self._worker.end)
         self._dropped.atexit = False
 
+    @span("copy", "copy")
     def copy(
         self,
         destinations: NDArray[np.uint64],
@@ -117,6 +120,11 @@ class CpuStream(Stream):
         self._worker.end()
         self._worker.join()
 
+    @one_line
+    def __repr__(self) -> str:
+        worker = self._worker
+        return f"<CpuStream, {'closed' if worker.ended else f'{worker.queued} jobs queued'}>"
+
 
 class _Worker:
     """The thread of a stream, which refers to nothing the user has."""
@@ -129,6 +137,16 @@ class _Worker:
         # The thread's alone:
         self._error: BaseException | None = None
         self._refused = False  # whether the kernel copies no lists
+
+    @property
+    def ended(self) -> bool:
+        """Whether it takes no more work."""
+        return self._ended
+
+    @property
+    def queued(self) -> int:
+        """Jobs that it has not begun, about."""
+        return self._jobs.qsize()
 
     def submit(self, job: Callable[[], None]) -> None:
         with self._lock:

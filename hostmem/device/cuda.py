@@ -19,6 +19,7 @@ from hostmem._sys.driver import (
     harmless_after_shutdown,
     load_driver,
 )
+from hostmem.describing import one_line
 from hostmem.device.aliases import Aliases
 from hostmem.device.base import Device, Stream
 from hostmem.device.copy_choice import CopyChoice
@@ -88,7 +89,7 @@ class CudaDevice(Device):
         copy_kernel: int | str | None = None,
         copy_blocks: int | None = None,
     ) -> None:
-        self._largest, self._blocks = _largest(copy_kernel), _blocks(copy_blocks)
+        largest, blocks = _largest(copy_kernel), _blocks(copy_blocks)
         self.driver: Driver = load_driver() if driver is None else driver
         count = self.driver.device_count()
         if not 0 <= ordinal < count:
@@ -100,6 +101,8 @@ class CudaDevice(Device):
         self.registered: RangeTable = PinnedRanges()  # which a forked child has none of
         self.memory: RangeTable = PinnedRanges()
         self.lent_memory, self.lent_registered = Loans(), Loans()
+        self.aliases = None if self._has_one_name() else Aliases()
+        self.copies = CopyChoice(self, largest if self.aliases is None else 0, blocks)
 
     @cached_property
     def numa_nodes_found(self) -> dict[str, int | None]:
@@ -126,20 +129,12 @@ class CudaDevice(Device):
     def memory_total(self) -> int:
         return self.driver.memory_info(self.ordinal)[1]
 
-    @cached_property
-    def aliases(self) -> Aliases | None:
-        """What registered host memory is called by this device; None where it has one name."""
+    def _has_one_name(self) -> bool:
+        """Tell whether registered host memory has the same address here."""
         try:
-            one_name = self.driver.attribute(self.ordinal, HOST_POINTERS)
+            return bool(self.driver.attribute(self.ordinal, HOST_POINTERS))
         except CuError:
-            one_name = 1  # the driver is older than the attribute
-        return None if one_name else Aliases()
-
-    @cached_property
-    def copies(self) -> CopyChoice:
-        """What goes through the copy kernel, which cannot use other names of host memory."""
-        largest = self._largest if self.aliases is None else 0
-        return CopyChoice(self, largest, self._blocks)
+            return True  # the driver is older than the attribute
 
     def register(self, address: int, nbytes: int) -> None:
         self.driver.host_register(self.ordinal, address, nbytes)
@@ -281,6 +276,12 @@ class CudaEvent(Event):
             self._device.return_event(self._handle)
             self._handle = None
 
+    @one_line
+    def __repr__(self) -> str:
+        # As far as it is known: to ask takes a call of the driver.
+        state = "done" if self._handle is None else "not known to be done"
+        return f"<CudaEvent of {self._device.name}, {state}>"
+
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
             self._finish()  # recording an event again does not disturb who waits for the last time
@@ -358,6 +359,11 @@ class CudaStream(Stream):
                 with harmless_after_shutdown():
                     self._device.driver.stream_synchronize(self._device.ordinal, self.handle)
                 self._close()
+
+    @one_line
+    def __repr__(self) -> str:
+        state = "" if self._close.alive else ", closed"
+        return f"<CudaStream {self.handle:#x} of {self._device.name}{state}>"
 
 
 def _destroy(device: CudaDevice, stream: int, queues: list[CopyQueue], pid: int) -> None:

@@ -6,6 +6,8 @@ import abc
 import copy
 import threading
 
+from hostmem.describing import one_line
+
 __all__ = ["DONE", "Event", "HostEvent"]
 
 
@@ -47,6 +49,13 @@ class Event(abc.ABC):
     @abc.abstractmethod
     def error(self) -> BaseException | None:
         """What made finished work fail, or None."""
+
+    @one_line
+    def __repr__(self) -> str:
+        state = "under way"
+        if self.query():
+            state = "done" if self.error is None else f"failed: {self.error}"
+        return f"<{type(self).__name__}, {state}>"
 
 
 class HostEvent(Event):

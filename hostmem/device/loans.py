@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from hostmem.closing import Closable
+from hostmem.describing import one_line
 from hostmem.device.pinned import PinnedRanges
 
 __all__ = ["Loan", "Loans"]
@@ -29,6 +32,10 @@ class Loan(Closable):
     def __init__(self, *give_back: Callable[[], None]) -> None:
         self._give_back = list(give_back)
 
+    @one_line
+    def __repr__(self) -> str:
+        return f"<Loan, {'open' if self._give_back else 'closed'}>"
+
     def close(self) -> None:
         """Let no later copy reach the memory by way of this loan. Idempotent."""
         while self._give_back:
@@ -48,6 +55,13 @@ class Loans:
         self._lock = threading.RLock()  # the collector may run anybody's code inside
         self._numbers = itertools.count()
         self._lent: dict[int, list[tuple[int, int]]] = {}
+        self.table = PinnedRanges()
+        _all.add(self)
+
+    def abandon(self) -> None:
+        """Forget everything in a forked child: it was lent to the parent."""
+        self._lock = threading.RLock()  # a thread that does not exist here may have held it
+        self._lent = {}
         self.table = PinnedRanges()
 
     def add(self, ranges: Ranges) -> Callable[[], None]:
@@ -73,3 +87,14 @@ class Loans:
                 table.add(start, end - start)
             reached = max(reached, end)
         self.table = table
+
+
+_all: weakref.WeakSet[Loans] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for loans in list(_all):
+        loans.abandon()
+
+
+os.register_at_fork(after_in_child=_forked)

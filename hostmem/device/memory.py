@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from hostmem._sys.driver import harmless_after_shutdown
+from hostmem.describing import one_line
 from hostmem.errors import ClosedError
 from hostmem.units import align_up, format_size
 
@@ -107,5 +108,12 @@ class CudaMemory:
                 driver.memory_release(self._device.ordinal, self.address, self.capacity)
             self._closed = True
 
+    @one_line
     def __repr__(self) -> str:
-        return f"<CudaMemory {format_size(self.size)} at {self.address:#x} on {self._device.name}>"
+        name = self._device.name
+        if self._closed:
+            return f"<CudaMemory of {format_size(self.capacity)} on {name}, closed>"
+        return (
+            f"<CudaMemory {format_size(self.size)} of {format_size(self.capacity)} at "
+            f"{self.address:#x} on {name}>"
+        )

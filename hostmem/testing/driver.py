@@ -44,7 +44,7 @@ _ATTRIBUTES = {
 
 
 class FakeDriver:
-    """A `hostmem._sys.driver.Driver` in plain Python, for `CudaDevice(0, driver=FakeDriver())`.
+    """A `hostmem._sys.driver.Driver` in plain Python, for ``CudaDevice(0, driver=FakeDriver())``.
 
     It answers as the real one was seen to answer. Device memory is host memory, streams are threads
     that work in order, and copies are asynchronous. Every call goes past the `FaultPlan` under the

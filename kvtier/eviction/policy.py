@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Generic, TypeVar
 
+from hostmem.describing import one_line
+
 __all__ = ["EvictionPolicy"]
 
 Key = TypeVar("Key", bound=Hashable)
@@ -64,6 +66,11 @@ class EvictionPolicy(ABC, Generic[Key]):
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity: {capacity} is below the minimum of 1 key")
         self._capacity = capacity
+
+    @one_line
+    def __repr__(self) -> str:
+        most = "" if self._capacity is None else f" of at most {self._capacity:,}"
+        return f"<{type(self).__name__}: {len(self):,} keys{most}>"
 
     @abstractmethod
     def insert(self, key: Key) -> None:

@@ -23,9 +23,9 @@ _UNBOUNDED = 1024
 class Prospect(EvictionPolicy[Key]):
     """Evicts what is expected to pay the fewest hits for the room it takes.
 
-    Keys are held as a tree of runs (see `Run`) and only the last key of a leaf is ever the next to
-    go. What a leaf is worth depends on how many turns its conversation has had and on the time
-    since the last one, in the way that this cache has seen so far (see `Outlook`). Evicted runs
+    Keys are held as a tree of runs (see ``Run``), and only the last key of a leaf is ever the next
+    to go. What a leaf is worth depends on how many turns its conversation has had and on the time
+    since the last one, in the way that this cache has seen so far (see ``Outlook``). Evicted runs
     are remembered, one entry a run and at most twice as many as there may be keys, so that returns
     that came too late are learned from as well.
 

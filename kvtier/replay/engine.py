@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from time import perf_counter, perf_counter_ns
-from typing import cast
 
-from hostmem import HostMem
+from hostmem import HostMem, Placement, placement_of
 from kvtier.blocks import BlockCache
 from kvtier.leases import BlockLease
 from kvtier.replay.options import ReplayOptions
 from kvtier.replay.pattern import PatternEngine, pattern_engine
 from kvtier.replay.progress import Progress
+from kvtier.replay.recording import Histogram, Moment, Recording
+from kvtier.replay.shared import CROSS_HOST, OWN
 from kvtier.replay.summary import Latency, LevelUse, ReplayResult
 from kvtier.replay.trace import Request
 from kvtier.storage import TierStorage
@@ -23,10 +25,15 @@ from kvtier.transfer.slot_io import SlotReadError
 __all__ = ["replay_bytes"]
 
 _MOST_AT_ONCE = 256
+_PAGES_ASKED = 1 << 17
+"""Pages of a level whose memory node is asked for, at most; some 20 ms."""
 
 
 def replay_bytes(
-    requests: Sequence[Request], options: ReplayOptions, progress: Progress
+    requests: Sequence[Request],
+    options: ReplayOptions,
+    progress: Progress,
+    recording: Recording | None = None,
 ) -> ReplayResult:
     """Serve requests from tiers of real memory and files.
 
@@ -43,6 +50,9 @@ def replay_bytes(
         The tiers.
     progress : Progress
         Told after every request.
+    recording : Recording, optional
+        Given the course of the replay, and where host memory was at its end: that takes up to
+        a tenth of a second a level, outside of the time that is measured.
 
     Raises
     ------
@@ -71,8 +81,17 @@ def replay_bytes(
                     hits_by_level=run.hits_by_level,
                     host_filled=_host_filled(storage),
                 )
+                if recording is not None:
+                    recording.note(perf_counter() - start, run.moment)
         seconds = perf_counter() - start
         stats = storage.stats()
+        if recording is not None:
+            recording.end(run.moment(seconds))
+            recording.latencies = Histogram.of(run.nanoseconds)
+            recording.waits = stats.activity.waits
+            memories = dict(_host_memories(storage))
+            recording.fills = {name: each.progress for name, each in memories.items()}
+            recording.placements = {name: _placement(each) for name, each in memories.items()}
         return ReplayResult(
             mode="bytes",
             trace=options.trace,
@@ -101,10 +120,13 @@ class _Run:
     """Serves requests and counts."""
 
     def __init__(self, storage: TierStorage, engine: PatternEngine, most: int) -> None:
+        self._storage = storage
         self._names = [level.name for level in storage.levels]
         self._cache: BlockCache[int] = BlockCache(storage)
         self._engine = engine
         self._most = most
+        self._shares = storage.config.remote is not None
+        self._computed: set[int] = set()
         self.block_refs = 0
         self.hits = 0
         self.hits_by_level: Counter[str] = Counter()
@@ -116,6 +138,19 @@ class _Run:
     def lost(self) -> int:
         """Blocks that a failed copy cost."""
         return self._cache.lost
+
+    def moment(self, seconds: float) -> Moment:
+        """Look where the replay is."""
+        activity = self._storage.stats().activity
+        return Moment(
+            seconds=seconds,
+            requests=len(self.nanoseconds),
+            block_refs=self.block_refs,
+            hits=dict(self.hits_by_level),
+            host_filled=_host_filled(self._storage),
+            moved={pair: traffic.total_bytes for pair, traffic in activity.pairs.items()},
+            waited={what: waits.seconds for what, waits in activity.waits.items()},
+        )
 
     def serve(self, ids: Sequence[int]) -> None:
         """Serve one request."""
@@ -131,6 +166,7 @@ class _Run:
         at = 0
         while at < len(ids):
             wanted = ids[at : at + self._most]
+            fetched = self._fetch(_distinct(wanted)) if self._shares else set()
             with self._cache.acquire(_distinct(wanted)) as lease:
                 try:
                     lease.wait()
@@ -139,23 +175,35 @@ class _Run:
                         raise  # the disk fails
                     self.corrupt += 1  # found out before it was served: from here on it is a miss
                     return at
-                self._compare(lease)
+                self._compare(lease, fetched)
                 found = dict(zip(lease.keys, lease.found, strict=True))
             hits = next((n for n, key in enumerate(wanted) if key not in found), len(wanted))
             for key in wanted[:hits]:
                 # Asked for a second time in one request, it is where the first time brought it.
-                self.hits_by_level[self._names[found[key]]] += 1
+                name = self._names[found[key]]
+                if key in fetched:
+                    name = OWN if key in self._computed else CROSS_HOST
+                    fetched.discard(key)
+                self.hits_by_level[name] += 1
                 found[key] = 0
             at += hits
             if hits < len(wanted):
                 break
         return at
 
-    def _compare(self, lease: BlockLease[int]) -> None:
-        """Compare the blocks that came back from a lower level byte for byte."""
-        came_back = [n for n, level in enumerate(lease.found) if level > 0]
+    def _fetch(self, ids: Sequence[int]) -> set[int]:
+        """Fetch what is not here from the store; which blocks have come."""
+        cache = self._cache
+        if (here := cache.match(ids)) == len(ids):
+            return set()
+        cache.prefetch(ids).wait()
+        return set(ids[here : cache.match(ids)])
+
+    def _compare(self, lease: BlockLease[int], fetched: set[int]) -> None:
+        """Compare the blocks that came back from a lower level or a store byte for byte."""
+        keys = lease.keys
+        came_back = [n for n, level in enumerate(lease.found) if level > 0 or keys[n] in fetched]
         if came_back:
-            keys = lease.keys
             self.verified += len(came_back)
             self.corrupt += self._engine.count_corrupt(
                 lease.slots()[came_back], [keys[n] for n in came_back]
@@ -181,6 +229,7 @@ class _Run:
                 with cache.reserve(keys) as reservation:
                     reservation.wait()
                     self._engine.write(reservation.slots(), keys)
+                    self._computed.update(keys if self._shares else ())
                     reservation.commit()
             at = end
 
@@ -189,11 +238,22 @@ def _distinct(ids: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(ids))
 
 
-def _host_memory(storage: TierStorage) -> HostMem | None:
+def _host_memories(storage: TierStorage) -> Iterator[tuple[str, HostMem]]:
+    """Yield the host memory that there is, by level: on the cpu device, the hot level's as well."""
     for level in storage.levels:
-        if level.name == "host":
-            return cast(HostMem, cast(MemoryPool, level.groups[0].memory.pools[0]).memory)
-    return None
+        for pool in level.groups[0].memory.pools:
+            if isinstance(pool, MemoryPool) and isinstance(pool.memory, HostMem):
+                yield level.name, pool.memory
+
+
+def _placement(memory: HostMem) -> Placement:
+    """Look where memory is; the map is of what is used, which may be a small part of its range."""
+    used = placement_of(memory.address, memory.size, sample=_PAGES_ASKED)
+    return replace(memory.placement(sample=_PAGES_ASKED), stretches=used.stretches)
+
+
+def _host_memory(storage: TierStorage) -> HostMem | None:
+    return next((memory for name, memory in _host_memories(storage) if name == "host"), None)
 
 
 def _note_filled(storage: TierStorage, start: float, filled: list[float]) -> None:

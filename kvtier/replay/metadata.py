@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 from kvtier.eviction import EvictionPolicy
 from kvtier.replay.progress import Progress
+from kvtier.replay.recording import Moment, Recording
 from kvtier.replay.trace import Request
 
 __all__ = ["MetadataResult", "replay_metadata"]
@@ -31,7 +32,10 @@ class MetadataResult:
 
 
 def replay_metadata(
-    requests: Sequence[Request], policy: EvictionPolicy[int], progress: Progress | None = None
+    requests: Sequence[Request],
+    policy: EvictionPolicy[int],
+    progress: Progress | None = None,
+    recording: Recording | None = None,
 ) -> MetadataResult:
     """Replay a trace on one level.
 
@@ -43,6 +47,8 @@ def replay_metadata(
         Decides what stays; left in its final state.
     progress : Progress, optional
         Told every few milliseconds.
+    recording : Recording, optional
+        Given the course of the replay, its one level called ``gpu``.
 
     Returns
     -------
@@ -64,4 +70,19 @@ def replay_metadata(
             hits += reference(ids)
         if progress is not None:
             progress.update(first + len(stretch), block_refs=block_refs, hits=hits)
-    return MetadataResult(len(requests), block_refs, hits, perf_counter() - start)
+        if recording is not None:
+            taken = _moments(first + len(stretch), block_refs, hits)
+            recording.note(perf_counter() - start, taken)
+    seconds = perf_counter() - start
+    if recording is not None:
+        recording.end(_moments(len(requests), block_refs, hits)(seconds))
+    return MetadataResult(len(requests), block_refs, hits, seconds)
+
+
+def _moments(requests: int, block_refs: int, hits: int) -> Callable[[float], Moment]:
+    """Give what makes a moment of these counts."""
+
+    def take(seconds: float) -> Moment:
+        return Moment(seconds=seconds, requests=requests, block_refs=block_refs, hits={"gpu": hits})
+
+    return take

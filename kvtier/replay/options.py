@@ -12,9 +12,13 @@ from kvtier.config import (
     GpuCacheTierConfig,
     HostCacheTierConfig,
     KVCacheManagerConfig,
+    RemoteCacheTierConfig,
 )
+from kvtier.remote.client import check_installed
 
 __all__ = ["ReplayOptions"]
+
+_IN_FLIGHT = 1024  # pages; a request computes hundreds at once, faster than any model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +43,20 @@ class ReplayOptions:
     """``"cpu"``, ``"auto"`` or a GPU ordinal."""
     policy: str = "lru"
     """Eviction policy of every level, a name in ``kvtier.eviction.POLICIES``."""
+    remote: str | None = None
+    """``"host:port"`` of the master of a store that processes share; None for no such store."""
+    remote_metadata: str = "P2PHANDSHAKE"
+    """The store's metadata server, as `RemoteCacheTierConfig` takes it."""
+    remote_segment: int = 512 << 20
+    """Bytes that each process lends the store."""
+    remote_namespace: str = ""
+    """What the processes that share blocks agree on."""
 
     def __post_init__(self) -> None:
         if (self.disk_quota is None) != (self.disk_path is None):
             raise ValueError("a disk tier takes both a quota and a path")
+        if self.remote is not None:
+            check_installed()
 
     def config(self) -> KVCacheManagerConfig:
         """Describe the tiers: one layer whose one buffer, ``kv``, is the block.
@@ -62,6 +76,16 @@ class ReplayOptions:
             tiers.append(HostCacheTierConfig(self.host_quota))
         if self.disk_quota is not None and self.disk_path is not None:
             tiers.append(DiskCacheTierConfig(self.disk_quota, self.disk_path))
+        if self.remote is not None:
+            tiers.append(
+                RemoteCacheTierConfig(
+                    self.remote,
+                    self.remote_metadata,
+                    local_segment=self.remote_segment,
+                    namespace=self.remote_namespace,
+                    in_flight=_IN_FLIGHT,
+                )
+            )
         config = KVCacheManagerConfig(
             tokens_per_block=self.tokens_per_block,
             cache_tiers=tiers,

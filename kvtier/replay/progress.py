@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from math import inf
 from time import perf_counter
 from types import TracebackType
 from typing import Self, TextIO
+
+from hostmem.live_line import LiveLine, clock
 
 __all__ = ["Progress"]
 
@@ -40,7 +41,7 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._due = -inf if self._stream.isatty() else inf
         self._start = perf_counter()
-        self._width = 0  # columns that the last drawing took
+        self._line = LiveLine(self._stream)
 
     def __enter__(self) -> Self:
         self._start = perf_counter()
@@ -52,10 +53,7 @@ class Progress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._width:
-            self._stream.write("\n")
-            self._stream.flush()
-            self._width = 0
+        self._line.end()
         self._due = inf
 
     def update(
@@ -98,39 +96,9 @@ class Progress:
             parts.append(f"hit rate {hits / block_refs:.1%}")
         if done and elapsed > 0:
             rate = done / elapsed
-            parts += [f"{rate:,.0f} req/s", f"ETA {_clock((self._total - done) / rate)}"]
+            parts += [f"{rate:,.0f} req/s", f"ETA {clock((self._total - done) / rate)}"]
         if host_filled is not None:
             parts.append(f"host {host_filled:.0%} filled")
         if hits_by_level:
             parts.append(" ".join(f"{level} {n:,}" for level, n in hits_by_level.items()))
-        self._draw(parts)
-
-    def _draw(self, parts: list[str]) -> None:
-        """Replace the line by as many of the parts as fit."""
-        room = _columns(self._stream) - 1  # the last column would wrap on some terminals
-        line = parts[0]
-        for part in parts[1:]:
-            if len(line) + 2 + len(part) > room:
-                break
-            line += "  " + part
-        line = line[:room]
-        self._stream.write(f"\r{line:<{self._width}}")
-        self._stream.flush()
-        self._width = len(line)
-
-
-def _columns(stream: TextIO) -> int:
-    """Return the terminal's width, 80 where it does not say."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    except OSError:
-        return 80
-
-
-def _clock(seconds: float) -> str:
-    """Show a duration for a person: ``"6 s"``, ``"2:05"``, ``"1:02:05"``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02}:{rest:02}"
-    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"
+        self._line.draw(parts)

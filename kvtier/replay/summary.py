@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
-from pathlib import Path
-from secrets import token_hex
 from typing import Any, Literal, Self
 
 from hostmem.units import format_size
+from kvtier.replay.destination import write_whole
 
 __all__ = [
     "Latency",
     "LevelUse",
     "ReplayResult",
-    "check_destination",
     "format_summary",
     "write_json",
 ]
@@ -208,33 +204,6 @@ def _duration(seconds: float) -> str:
     return "0 s"
 
 
-def check_destination(path: str | PathLike[str]) -> None:
-    """Refuse a file that `write_json` could not write, before the work whose result it takes.
-
-    Nothing is created. The answer can be overtaken by what happens later.
-
-    Raises
-    ------
-    IsADirectoryError
-        If the path is a directory.
-    FileNotFoundError
-        If the directory it would be in does not exist.
-    PermissionError
-        If that directory, or the device or pipe at the path, cannot be written.
-    """
-    target = _target(path)
-    if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "is a directory, not a file", str(path))
-    if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(target.parent))
-    if _is_special(target):
-        writable, place = os.access(target, os.W_OK), target
-    else:
-        writable, place = os.access(target.parent, os.W_OK | os.X_OK), target.parent
-    if not writable:
-        raise PermissionError(errno.EACCES, "cannot be written", str(place))
-
-
 def write_json(result: ReplayResult, path: str | PathLike[str]) -> None:
     """Write the figures as JSON, all or nothing.
 
@@ -243,8 +212,7 @@ def write_json(result: ReplayResult, path: str | PathLike[str]) -> None:
     result : ReplayResult
         The figures.
     path : path
-        A file to create or replace: a reader sees the old text or the whole new one. A symbolic
-        link is followed; a device or pipe is written in place.
+        A file to create or replace, as `write_whole` does it.
 
     Raises
     ------
@@ -252,26 +220,5 @@ def write_json(result: ReplayResult, path: str | PathLike[str]) -> None:
         If it cannot be written, as `check_destination` says it; a file that was there is then
         unchanged.
     """
-    check_destination(path)
     text = json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n"
-    target = _target(path)
-    if _is_special(target):
-        target.write_text(text)
-        return
-    draft = target.with_name(f".kvtier-{token_hex(8)}.json")
-    try:
-        draft.write_text(text)
-        draft.replace(target)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-
-
-def _target(path: str | PathLike[str]) -> Path:
-    """Follow symbolic links to the file that is meant."""
-    return Path(os.path.realpath(path))  # unlike Path.resolve, fails on no loop of links
-
-
-def _is_special(target: Path) -> bool:
-    """Say whether something other than a regular file is there, which must not be replaced."""
-    return target.exists() and not target.is_file()
+    write_whole(text, path)

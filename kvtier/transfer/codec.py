@@ -8,13 +8,14 @@ to a size that is known beforehand, or add a header.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from operator import index
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 import numpy as np
 
 from hostmem import Stream
+from hostmem.describing import one_line
+from hostmem.units import format_size
 from kvtier.transfer.plan import Addresses, CopyPlan
 
 if TYPE_CHECKING:
@@ -80,11 +81,17 @@ class ColdPageCodec(Protocol):
 class Concatenate:
     """The default codec: the pieces of a hot page, one behind the other.
 
-    A copier that has it joins the copies of neighbours, since it knows where registrations end.
+    A copier that has it joins the copies of neighbours where a page is one piece, since it knows
+    where registrations end. Pieces have neighbours on one side only.
     """
 
     def __init__(self) -> None:
         self._groups: tuple[GroupLayout, ...] = ()
+
+    @one_line
+    def __repr__(self) -> str:
+        sizes = ", ".join(format_size(group.page_bytes) for group in self._groups)
+        return f"<Concatenate: pages of {sizes}>" if sizes else "<Concatenate, not configured>"
 
     def configure(self, groups: tuple[GroupLayout, ...]) -> None:
         """Learn the pool groups."""
@@ -106,20 +113,20 @@ class Concatenate:
         self, group: int, hot: Addresses, cold: Addresses, stream: Stream, *, up: bool
     ) -> None:
         sizes = piece_sizes(self._groups[group], len(hot))
-        plan = CopyPlan.joined(concatenation(hot, cold, sizes, up=up))
+        plan = concatenation(hot, cold, sizes, up=up)
         stream.copy(plan.destinations, plan.sources, plan.sizes)
 
 
-def concatenation(
-    hot: Addresses, cold: Addresses, sizes: Sequence[int], *, up: bool
-) -> list[CopyPlan]:
-    """Plan the copies between pieces and whole pages: a plan for each piece, see `Concatenate`."""
-    plans = []
-    for slots, offset, size in zip(hot, accumulate(sizes, initial=0), sizes, strict=False):
-        places = cold + np.uint64(offset)
-        to, source = (slots, places) if up else (places, slots)
-        plans.append(CopyPlan.of(to, source, size))
-    return plans
+def concatenation(hot: Addresses, cold: Addresses, sizes: Sequence[int], *, up: bool) -> CopyPlan:
+    """Plan the copies between pieces and whole pages, piece by piece; see `Concatenate`."""
+    nbytes = np.array(sizes, np.uint64)[:, np.newaxis]
+    # One allocation: several that are freed at once go back to the kernel, and come back as zeros.
+    plan = np.empty((3, *hot.shape), np.uint64)
+    pieces, places = (plan[0], plan[1]) if up else (plan[1], plan[0])
+    pieces[:] = hot
+    np.add(cold, nbytes.cumsum(axis=0) - nbytes, out=places)
+    plan[2] = nbytes
+    return CopyPlan(*plan.reshape(3, -1))
 
 
 def piece_sizes(layout: GroupLayout, pieces: int) -> tuple[int, ...]:

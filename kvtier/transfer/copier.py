@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-import numpy as np
-
 from hostmem import CudaMemory, Device, Stream
+from hostmem.describing import one_line
+from hostmem.spans import span
 from hostmem.units import align_up
 from kvtier.transfer.codec import ColdPageCodec, Concatenate, check_codec, concatenation
 from kvtier.transfer.jobs import Dependencies
@@ -88,6 +88,7 @@ class PageCopier:
                 self._staging = StagingBuffer(self._device, self._buffer_bytes, count)
             return self._staging
 
+    @span("copy pages", "copy", domain="kvtier")
     def copy(
         self,
         source: PageMemory,
@@ -148,6 +149,7 @@ class PageCopier:
         )
         return [(len(near_ids), event)]
 
+    @span("copy pages within a level", "copy", domain="kvtier")
     def relocate(
         self,
         memory: PageMemory,
@@ -236,21 +238,21 @@ class PageCopier:
         pools = [cast(AddressedPool, pool) for pool in near.pools]
         for pool in pools:
             pool.wait_usable(ids[which])
-        hot = np.array([pool.addresses(ids[which]) for pool in pools])
+        hot = near.addresses(ids[which])
         if self._codec is None or not near.hot:
-            sizes = [pool.slot_size for pool in pools]
-            parts = concatenation(hot, cold, sizes, up=up)
-            plan = CopyPlan.joined(
-                [
-                    part.merged(pool, space) if up else part.merged(space, pool)
-                    for part, pool in zip(parts, pools, strict=True)
-                ]
-            )
+            plan = plan_pages(pools, hot, cold, space, up=up)
             stream.copy(plan.destinations, plan.sources, plan.sizes)
         elif up:
             self._codec.decode(near.group, cold, hot, stream)
         else:
             self._codec.encode(near.group, hot, cold, stream)
+
+    @one_line
+    def __repr__(self) -> str:
+        ring = "" if self._staging is None else f", {self._staging!r}"
+        codec = "" if self._codec is None else f", pages by {type(self._codec).__name__}"
+        closed = ", closed" if self._up._closed else ""
+        return f"<PageCopier on {self._device.name}{codec}{ring}{closed}>"
 
     def close(self) -> None:
         """Finish what was submitted and give threads, streams and buffers back. Idempotent."""
@@ -259,6 +261,35 @@ class PageCopier:
                 stack.callback(self._staging.close)
             stack.callback(self._up.close)
             stack.callback(self._down.close)
+
+
+def plan_pages(
+    pools: Sequence[AddressedPool],
+    hot: Addresses,
+    cold: Addresses,
+    space: AddressSpace,
+    *,
+    up: bool,
+) -> CopyPlan:
+    """Plan the copies between slots of pools and whole pages in a space.
+
+    Parameters
+    ----------
+    pools : sequence of AddressedPool
+        Of one pool group.
+    hot : uint64 array, shape (pools, pages)
+        Addresses of the slots.
+    cold : uint64 array, shape (pages,)
+        Addresses of the pages.
+    space : AddressSpace
+        Where the pages are.
+    up : bool
+        Whether towards the slots.
+    """
+    plan = concatenation(hot, cold, [pool.slot_size for pool in pools], up=up)
+    if len(pools) > 1:
+        return plan  # what follows a piece in its page is in another pool
+    return plan.merged(pools[0], space) if up else plan.merged(space, pools[0])
 
 
 def reachable(group: PageMemory, codec: ColdPageCodec | None = None) -> bool:

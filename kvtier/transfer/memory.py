@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,14 @@ class Pool(Protocol):
 
 class AddressedPool(Pool, Protocol):
     """A pool that copies reach by address."""
+
+    @property
+    def address(self) -> int:
+        """Where slot 0 is."""
+
+    @property
+    def stride(self) -> int:
+        """Bytes from a slot to the next."""
 
     def addresses(self, ids: Ids) -> NDArray[np.uint64]:
         """Give the addresses of slots; shape (slots,)."""
@@ -82,10 +91,19 @@ class MemoryPool:
     slot_size: int
     """Bytes of a slot."""
 
+    @property
+    def address(self) -> int:
+        """Where slot 0 is."""
+        return self.memory.address
+
+    @property
+    def stride(self) -> int:
+        """Bytes from a slot to the next."""
+        return self.slot_size
+
     def addresses(self, ids: Ids) -> NDArray[np.uint64]:
         """Give the addresses of slots; shape (slots,)."""
-        offsets = ids.astype(np.uint64) * np.uint64(self.slot_size)
-        return offsets + np.uint64(self.memory.address)
+        return ids.astype(np.uint64) * np.uint64(self.stride) + np.uint64(self.address)
 
     def registration_index(self, addresses: NDArray[np.uint64]) -> NDArray[np.int64] | None:
         """Give the number of the registration that holds each address; None: copies may span."""
@@ -168,6 +186,22 @@ class PageMemory:
         """Bytes from the start of a page to each pool's slot."""
         self.page_bytes = sum(pool.slot_size for pool in self.pools)
         """Bytes of a page."""
+
+    def addresses(self, ids: Ids) -> NDArray[np.uint64]:
+        """Give the addresses of pages, where copies reach them: shape (pools, pages)."""
+        bases, strides = self._places
+        found = np.multiply(ids.astype(np.uint64), strides)
+        found += bases
+        return found
+
+    @cached_property
+    def _places(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Where each pool's slot 0 is and the bytes to its next; both of shape (pools, 1)."""
+        pools = [cast(AddressedPool, pool) for pool in self.pools]
+        bases, strides = ([pool.address for pool in pools], [pool.stride for pool in pools])
+        return np.array(bases, np.uint64)[:, np.newaxis], np.array(strides, np.uint64)[
+            :, np.newaxis
+        ]
 
     def usable_pages(self) -> int:
         """Say how many pages, from 0, can be used without waiting."""

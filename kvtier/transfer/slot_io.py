@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hostmem import DiskOOMError
 from hostmem.files import checksums
+from hostmem.spans import span
 from hostmem.units import format_size
 from kvtier.transfer.checksums import Checksums
 from kvtier.transfer.compression import CompressionStats
@@ -140,6 +141,7 @@ class SlotIO:
         with self._lock:
             return dict(self._counts)
 
+    @span("read or write slots", "disk", domain="kvtier")
     def perform(self, request: SlotRequest) -> None:
         """Wait for what must have happened, move the slots and tell the batch; raises nothing."""
         failures: dict[int, BaseException] = {}

@@ -12,6 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hostmem import ClosedError, Device, Event, OutOfPagesError, StaticHostMem
+from hostmem.describing import one_line
+from hostmem.spans import span
+from hostmem.units import format_size
 from kvtier.transfer.jobs import all_of
 
 __all__ = ["Loan", "StagingBuffer"]
@@ -57,13 +60,14 @@ class StagingBuffer:
         self._taken = 0
         self._closed = False
 
+    @span("wait for staging buffers", "wait", domain="kvtier")
     def acquire(self, n: int, *, wait: bool = True) -> NDArray[np.uint64]:
         """Take ``n`` buffers.
 
         Parameters
         ----------
         n : int
-            Buffers, at most `count`.
+            Buffers, at most ``count``.
         wait : bool
             Block until that many are free, or raise.
 
@@ -108,7 +112,7 @@ class StagingBuffer:
         Parameters
         ----------
         n : int
-            Buffers, at most `count`.
+            Buffers, at most ``count``.
 
         Raises
         ------
@@ -170,6 +174,11 @@ class StagingBuffer:
             self._given.append((n, event))
             self._taken -= n
             self._changed.notify_all()
+
+    @one_line
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self._taken} taken"
+        return f"<StagingBuffer {self.count} of {format_size(self.buffer_bytes)}, {state}>"
 
     def registration_index(self, addresses: NDArray[np.uint64]) -> NDArray[np.int64] | None:
         """All of it is one registration."""

@@ -20,12 +20,14 @@ from hostmem._sys import seam
 from tests.threads import DEADLINE
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-collect_ignore_glob = [] if find_spec("vllm") else ["*vllm*"]
+collect_ignore_glob = [f"*{name}*" for name in ("lmcache", "vllm") if not find_spec(name)]
 
-if not collect_ignore_glob:
+if "*vllm*" not in collect_ignore_glob:
     with warnings.catch_warnings():  # those of vLLM and torch about each other
         warnings.simplefilter("ignore")
         for name in (

@@ -309,6 +309,8 @@ def test_an_error_in_one_shutdown_is_logged_and_the_others_follow(child: Child) 
     done = child(
         START
         + """
+    import logging
+    logging.basicConfig()
     memories = [HostMem("1MiB", device="cpu", wait=True) for _ in range(3)]
 
     def broken():

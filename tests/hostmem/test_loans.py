@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,6 +14,10 @@ from hostmem import CudaDevice, StaticHostMem, resolve_device
 from hostmem._sys.driver import Pointer, load_driver
 from hostmem.testing import FakeDriver, FaultPlan
 
+if TYPE_CHECKING:
+    from tests.hostmem.conftest import Child
+
+FORKS = "-Wignore::DeprecationWarning"  # Python 3.12 warns of forks beside threads
 KIB, MIB = 1 << 10, 1 << 20
 GRANULE = 2 * MIB
 COUNT, PAGE = 64, 4 * KIB
@@ -159,3 +164,32 @@ def test_a_driver_says_what_is_at_an_address(
         assert pointer is not None
         assert (pointer.kind, pointer.ordinal, pointer.end - address) == found
         assert pointer.reachable
+
+
+def test_a_forked_child_has_no_loans_and_no_lock_that_a_thread_held(child: Child) -> None:
+    done = child(
+        """
+        import os, threading
+        from hostmem.device.loans import Loans
+
+        loans = Loans()
+        give_back = loans.add([(4096, 4096)])
+        held, ended = threading.Event(), threading.Event()
+
+        def hold():
+            with loans._lock:
+                held.set()
+                ended.wait()
+
+        threading.Thread(target=hold).start()
+        held.wait()
+        pid = os.fork()
+        if not pid:
+            give_back()
+            os._exit(10 + len(loans.table))
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), len(loans.table))
+        ended.set()
+        """,
+        FORKS,
+    )
+    assert (done.stdout, done.stderr) == ("10 1\n", "")

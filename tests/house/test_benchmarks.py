@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from bench.gpu import main
 from bench.measure import Finding, Pairs, Table, compare, write_json, write_tables
-from docs.build_benchmarks import PAGE, RESULTS, render
+from docs.build_benchmarks import IMAGES, PAGE, RESULTS, draw, render, write
 
 TABLE = Table("Rates", ["pages", "GiB/s"], [["small | huge", "5 (4-6)"]], "With 8 threads.")
 HELD = Finding("as fast as it gets", "5 GiB/s", ">= 4 GiB/s", "torch: 2 GiB/s", "2.5", True)
@@ -41,6 +43,57 @@ def test_the_page_is_current() -> None:
 def test_the_page_names_every_result() -> None:
     text = PAGE.read_text()
     assert [path.name for path in RESULTS.glob("*.json") if f"/{path.name})" not in text] == []
+
+
+def test_the_pictures_are_current() -> None:
+    kept = {path.name: path.read_text() for path in IMAGES.iterdir()}
+    assert kept == draw(), "run: python -m docs.build_benchmarks"
+
+
+def test_the_page_shows_every_picture_once() -> None:
+    shown = re.findall(r"^!\[.+\]\(images/(.+)\)$", PAGE.read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(draw())
+
+
+@pytest.fixture
+def stalls(tmp_path: Path) -> Path:
+    columns = ["", "GiB/s", "attribute", "launch"]
+    rows = [
+        ["nothing", "-", "0.00 (0.00-0.01)", "0.03 (0.02-0.03)"],
+        ["default, <small>", "27.5 (27.0-28.0)", "1.00 (0.90-1.10)", "0.50 (0.40-0.60)"],
+        ["cuMemHostAlloc", "3.5 (3.4-3.6)", "4500.00 (4499-4501)", "4400.00 (4399-4401)"],
+    ]
+    write_tables(
+        tmp_path / "stalls-x1.json", [Table("Longest call while filling, ms", columns, rows)]
+    )
+    return tmp_path
+
+
+def test_a_picture_says_the_figures_of_its_table(stalls: Path) -> None:
+    drawn = {name: ElementTree.fromstring(text) for name, text in draw(stalls).items()}
+    said = {name: svg.findtext("{*}desc") for name, svg in drawn.items()}
+    assert said == {
+        "stalls-x1-rates.svg": "hostmem, <small>: 27.5; cuMemHostAlloc: 3.5",
+        # The kind of call that fares worst.
+        "stalls-x1-waits.svg": (
+            "nothing: 30.0 µs; hostmem, <small>: 1.00 ms; cuMemHostAlloc: 4.50 s"
+        ),
+    }
+    for svg in drawn.values():
+        assert "prefers-color-scheme: dark" in (svg.findtext("{*}style") or "")
+
+
+def test_a_picture_of_a_former_run_goes(stalls: Path, tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    (images / "old-x1-rates.svg").write_text("old")
+    write(images, stalls)
+    assert {path.name: path.read_text() for path in images.iterdir()} == draw(stalls)
+
+
+def test_a_table_without_a_picture_has_none(results: Path) -> None:
+    assert draw(results) == {}
+    assert "![" not in render(results)
 
 
 def test_a_run_is_shown_with_its_circumstances(results: Path) -> None:

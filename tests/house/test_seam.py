@@ -22,18 +22,19 @@ FOREIGN = {"cffi", "_cffi_backend", "ctypes", "ffi"}
 # A name stands for the module or for the whole subpackage.
 ROWS: dict[str, list[set[str]]] = {
     "hostmem": [
+        {"describing", "live_line", "spans"},
         {"errors", "units", "ranges", "courier", "closing", "procfs", "_version"},
         {"_sys"},
         {"device", "machine", "cgroup", "capabilities", "huge_pages", "turns"},
         {"headroom", "pressure", "stall_budget", "fill_threads"},
         {"files", "numa", "page_mode", "watermark", "views", "lifetime", "progress"},
         {"extent", "process_maps", "page_survey", "placement_map"},
-        {"registration", "reservation", "placement", "preflight", "process_report"},
+        {"registration", "reservation", "placement", "preflight", "process_report", "route"},
         {"admission", "fill_options"},
         {"filler", "core"},
         {"progressive", "static"},
         {"__init__"},
-        {"__main__", "testing"},
+        {"__main__", "integrations", "metrics", "testing"},
     ],
     "kvtier": [
         {"transfer", "slots", "quota", "plan", "layout", "config", "config_file", "keys"},
@@ -44,6 +45,7 @@ ROWS: dict[str, list[set[str]]] = {
         {"resizer"},
         {"storage", "arguments", "block", "windows", "events"},
         {"block_index", "block_job", "engine_pages", "leases", "ranks"},
+        {"remote"},
         {"blocks"},
         {"holding", "sequence"},
         {"manager"},

@@ -191,6 +191,8 @@ def test_what_is_held_says_so(build: Callable[..., Blocks]) -> None:
         assert repr(lease) == "<BlockLease of 2 blocks>"
         assert repr(fresh) == "<BlockReservation of 1 blocks>"
     assert repr(lease) == "<BlockLease of 2 blocks, which it does not hold any more>"
+    with pytest.raises(ValueError, match="released"):
+        lease.slots()  # they may be others' by now
     assert repr(blocks.cache) == f"<BlockCache of 2 blocks over {blocks.storage!r}>"
 
 

@@ -18,7 +18,15 @@ from hostmem.errors import CorruptedError, HostOOMError
 from hostmem.testing import FaultPlan
 from kvtier.__main__ import main
 from kvtier.config_file import load_config
-from kvtier.replay import Latency, LevelUse, Progress, ReplayOptions, ReplayResult, Request
+from kvtier.replay import (
+    Latency,
+    LevelUse,
+    Progress,
+    Recording,
+    ReplayOptions,
+    ReplayResult,
+    Request,
+)
 
 KVTIER = [sys.executable, "-W", "error", "-m", "kvtier"]
 
@@ -155,6 +163,9 @@ def test_a_malformed_line_is_refused_by_its_number(
         ("replay trace.jsonl --metadata-only --json missing/a.json", "no such directory"),
         ("replay trace.jsonl --metadata-only --json .", "is a directory, not a file"),
         ("replay trace.jsonl --metadata-only --json trace.jsonl", "would replace the trace"),
+        ("replay trace.jsonl --metadata-only --html missing/a.html", "no such directory"),
+        ("replay trace.jsonl --metadata-only --html trace.jsonl", "would replace the trace"),
+        ("replay trace.jsonl --metadata-only --html a --json a", "name the same file"),
         ("replay trace.jsonl --meta", "unrecognized arguments: --meta"),
         ("plan", "required: CONFIG"),
         ("plan missing.toml", "missing.toml: No such file or directory"),
@@ -317,7 +328,7 @@ def test_a_slip_in_a_configuration_is_named_by_its_place(tmp_path: Path) -> None
 
 # -------------------------------------------------------------------------- with real bytes
 
-Engine = Callable[[list[Request], ReplayOptions, Progress], ReplayResult]
+Engine = Callable[[list[Request], ReplayOptions, Progress, Recording | None], ReplayResult]
 
 RESULT = ReplayResult(
     mode="bytes",
@@ -352,7 +363,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], None]:
 def test_the_engine_gets_the_defaults(trace: Path, engine: Callable[[Engine], None]) -> None:
     seen: list[ReplayOptions] = []
 
-    def replay(requests: list[Request], options: ReplayOptions, _: Progress) -> ReplayResult:
+    def replay(
+        requests: list[Request], options: ReplayOptions, _: Progress, recording: Recording | None
+    ) -> ReplayResult:
+        assert recording is None  # costs nothing where it is not asked for
         assert [request.hash_ids for request in requests] == [[1, 2], [1, 3], [1, 2]]
         seen.append(options)
         return RESULT
@@ -377,7 +391,7 @@ def test_the_engine_gets_the_defaults(trace: Path, engine: Callable[[Engine], No
 def test_the_engine_gets_what_was_asked(trace: Path, engine: Callable[[Engine], None]) -> None:
     seen: list[ReplayOptions] = []
 
-    def replay(_: list[Request], options: ReplayOptions, __: Progress) -> ReplayResult:
+    def replay(_: list[Request], options: ReplayOptions, *__: object) -> ReplayResult:
         seen.append(options)
         return RESULT
 

@@ -368,12 +368,12 @@ class Strided:
     """Buffers of an engine: page i at its base and i strides, whatever the stride."""
 
     def __init__(self, base: int, stride: int, size: int) -> None:
-        self._base = base
-        self._stride = stride
+        self.address = base
+        self.stride = stride
         self.slot_size = size
 
     def addresses(self, ids: Ids) -> Addresses:
-        return ids.astype(np.uint64) * np.uint64(self._stride) + np.uint64(self._base)
+        return ids.astype(np.uint64) * np.uint64(self.stride) + np.uint64(self.address)
 
     def registration_index(self, addresses: Addresses) -> None:
         return None

@@ -68,7 +68,7 @@ def test_text_that_is_no_size_is_refused_at_construction(text: str) -> None:
 
 
 def test_the_tiers_are_named_as_in_every_output() -> None:
-    assert [str(tier) for tier in CacheTier] == ["gpu", "host", "disk"]
+    assert [str(tier) for tier in CacheTier] == ["gpu", "host", "disk", "remote"]
     assert GpuCacheTierConfig.tier is CacheTier.GPU
     assert HostCacheTierConfig("1GiB").tier is CacheTier.HOST
     assert DiskCacheTierConfig("1GiB", "/").tier is CacheTier.DISK

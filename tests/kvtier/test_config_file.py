@@ -135,7 +135,8 @@ def test_the_file_that_is_shown_can_be_read(place: str) -> None:
     (shown,) = re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     config = parse_config(tomllib.loads(shown))
     config.validate(here=False)
-    assert [tier.tier for tier in config.cache_tiers] == list(CacheTier)
+    assert config.remote is not None
+    assert [tier.tier for tier in (*config.cache_tiers, config.remote)] == list(CacheTier)
 
 
 def test_a_file_is_read_whether_it_makes_sense_or_not() -> None:
@@ -177,8 +178,8 @@ def test_a_file_is_read_whether_it_makes_sense_or_not() -> None:
         (simple(initial_pool_ratio=[1, "2"]), 'initial_pool_ratio[1]: expected a number, not "2"'),
         (simple(cache_tiers={}), "cache_tiers: expected a list, not {}"),
         (simple(cache_tiers=["gpu"]), 'cache_tiers[0]: expected a table, not "gpu"'),
-        (tier(tier="tape"), "cache_tiers[1].tier: expected 'gpu' or 'host' or 'disk', not "),
-        (tier(tier=1), "cache_tiers[1].tier: expected 'gpu' or 'host' or 'disk', not 1"),
+        (tier(tier="tape"), "[1].tier: expected 'gpu' or 'host' or 'disk' or 'remote', not "),
+        (tier(tier=1), "[1].tier: expected 'gpu' or 'host' or 'disk' or 'remote', not 1"),
         (tier(tier="host", quota=[1]), "cache_tiers[1].quota: expected bytes or text such"),
         (tier(tier="host", quota=1.5), "cache_tiers[1].quota: expected bytes or text such"),
         (tier(tier="host", quota=True), "cache_tiers[1].quota: expected bytes or text such"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -237,13 +236,9 @@ def test_who_has_a_lock_is_not_guessed(fd: int, monkeypatch: pytest.MonkeyPatch,
     assert lock_holder(fd) is None
 
 
-def test_a_file_system_without_locks_says_which_call(
-    fd: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refused)
-    with pytest.raises(OSError, match=r"flock: No locks available \(ENOLCK\)") as caught:
-        lock(fd)
+def test_a_file_system_without_locks_says_which_call(fd: int) -> None:
+    with FaultPlan() as plan:
+        plan.fail("flock", errno.ENOLCK)
+        with pytest.raises(OSError, match=r"flock: No locks available \(ENOLCK\)") as caught:
+            lock(fd)
     assert caught.value.errno == errno.ENOLCK

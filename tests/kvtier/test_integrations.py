@@ -62,7 +62,9 @@ import sys
 import hostmem, kvtier
 assert not [name for name in sys.modules if name.startswith("kvtier.integrations")]
 import kvtier.integrations.vllm
-from kvtier.integrations.vllm import chunk_memory, chunk_transfers, slot_directory
+import kvtier.integrations.lmcache
+from kvtier.integrations import slot_directory, slot_store
+from kvtier.integrations.vllm import chunk_memory, chunk_transfers
 assert not {"vllm", "torch", "lmcache", "sglang"} & set(sys.modules)
 """
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtier.eviction import POLICIES
-from kvtier.integrations.vllm.slot_directory import Entry, SlotDirectory
+from kvtier.integrations.slot_directory import Entry, SlotDirectory
 
 
 def filled(slots: int, *keys: str, policy: str = "lru") -> SlotDirectory[str]:

@@ -19,12 +19,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from hostmem.device import DONE
 from hostmem.units import Size, parse_size
 from kvtier.eviction import make_policy
-from kvtier.integrations.vllm.slot_directory import Entry, SlotDirectory
+from kvtier.integrations.slot_directory import Entry
+from kvtier.integrations.slot_store import SlotStore
 from kvtier.transfer.disk import SlotFile
-from kvtier.transfer.jobs import Dependencies
 from kvtier.transfer.page_events import PageEvents
 
 if TYPE_CHECKING:
@@ -120,9 +119,9 @@ class KvtierDiskTier(SecondaryTierManager):
             layout = _layout(offloading_spec, chunk)
         slots = nbytes // chunk
         make_policy(eviction_policy)  # an unknown one is told before there is a file
-        self._file = SlotFile(path, chunk, slots, name=name, layout=layout, compression=compression)
-        self._slots: SlotDirectory[OffloadKey] = SlotDirectory(
-            slots, eviction_policy, ((slot, OffloadKey(key)) for slot, key in self._file.restored)
+        file = SlotFile(path, chunk, slots, name=name, layout=layout, compression=compression)
+        self._slots: SlotStore[OffloadKey] = SlotStore(
+            file, eviction_policy, ((slot, OffloadKey(key)) for slot, key in file.restored)
         )
         self._jobs: dict[int, _Job] = {}
         wanted = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
@@ -155,13 +154,11 @@ class KvtierDiskTier(SecondaryTierManager):
         self, asked: TransferJob, entries: list[Entry[OffloadKey]], *, is_load: bool, complete: bool
     ) -> None:
         rows = dict(zip(asked.keys, asked.chunk_ids.tolist(), strict=True))
-        ids = np.array([entry.slot for entry in entries], np.int32)
-        offsets = np.array([rows[entry.key] for entry in entries], np.uint64)
-        addresses = offsets * np.uint64(self.block_size_bytes) + np.uint64(self._address)
+        addresses = [self._address + rows[e.key] * self.block_size_bytes for e in entries]
         events = (
-            self._file.read(ids, addresses, _AT_ONCE)
+            self._slots.read(entries, addresses)
             if is_load
-            else self._file.write(ids, addresses, _AT_ONCE, [entry.key for entry in entries])
+            else self._slots.write(entries, addresses, [entry.key for entry in entries])
         )
         self._jobs[asked.job_id] = _Job(entries, events, is_load=is_load, complete=complete)
 
@@ -173,10 +170,7 @@ class KvtierDiskTier(SecondaryTierManager):
     def _finish(self, job_id: int, job: _Job) -> JobResult:
         failures = job.events.failures
         good = [entry for place, entry in enumerate(job.entries) if place not in failures]
-        self._slots.release(good)
-        lost = self._slots.lose(job.entries[place] for place in failures)
-        if lost:
-            self._file.forget(np.array([entry.slot for entry in lost], np.int32))
+        lost = self._slots.settle(job.entries, job.events)
         moved = [entry.key for entry in good]
         if job.is_load:
             self._note([entry.key for entry in lost], removed=True)
@@ -222,10 +216,7 @@ class KvtierDiskTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Finish what was submitted and close the file. Idempotent."""
-        self._file.close()
-
-
-_AT_ONCE = Dependencies((DONE,))
+        self._slots.close()
 
 
 def _layout(spec: Any, chunk: int) -> bytes:

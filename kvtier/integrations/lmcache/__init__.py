@@ -1,0 +1,46 @@
+"""Plug-ins for LMCache: host memory that is usable at once, and a disk level.
+
+`KvtierHostMemory` gives LMCache its host memory and `KvtierDiskBackend` keeps what leaves it; both
+are storage plugins, to be named in LMCache's configuration. `HostMemAllocator` is the allocator
+behind the first, and `install_allocator` puts it into a backend that a program made itself.
+`docs/lmcache.md` says how they are configured.
+
+LMCache is imported when the first of these names is asked for, not with this module.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvtier.integrations.versions import check_version
+
+if TYPE_CHECKING:
+    from kvtier.integrations.lmcache.allocator import HostMemAllocator, install_allocator
+    from kvtier.integrations.lmcache.disk_backend import KvtierDiskBackend
+    from kvtier.integrations.lmcache.host_memory import KvtierHostMemory
+
+__all__ = [
+    "KNOWN_VERSIONS",
+    "HostMemAllocator",
+    "KvtierDiskBackend",
+    "KvtierHostMemory",
+    "install_allocator",
+]
+
+KNOWN_VERSIONS = ("0.5",)
+"""Leading parts of the versions of LMCache whose interfaces these plug-ins are made for."""
+
+_PLACES = {
+    "HostMemAllocator": "allocator",
+    "KvtierDiskBackend": "disk_backend",
+    "KvtierHostMemory": "host_memory",
+    "install_allocator": "allocator",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_version(__name__, "lmcache", KNOWN_VERSIONS)
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -1,0 +1,279 @@
+"""Parts of a memory for other libraries: usable, in one registration, joined again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hostmem.integrations.known as known
+from hostmem import HostMem, HostOOMError, RegistrationError
+from hostmem.integrations.range_allocator import HeldRange, RangeAllocator
+from hostmem.testing import FaultPlan
+
+if TYPE_CHECKING:
+    from tests.threads import Spawn, Until
+
+KIB, MIB = 1 << 10, 1 << 20
+POPULATE = "madvise(MADV_POPULATE_WRITE)"
+
+
+def offset(held: HeldRange, memory: HostMem) -> int:
+    return held.address - memory.address
+
+
+def test_ranges_are_the_lowest_that_fit_aligned_and_of_the_bytes_asked() -> None:
+    with HostMem(MIB, device="cpu") as memory:
+        ranges = RangeAllocator(memory)
+        held = [ranges.allocate(nbytes) for nbytes in (1, 1000, 256)]
+        assert [offset(each, memory) for each in held] == [0, 256, 1280]
+        assert [each.nbytes for each in held] == [1, 1000, 256]
+        held[1].release()
+        again = ranges.allocate(1024)
+        assert offset(again, memory) == 256
+        for each in (held[0], held[2], again):
+            each.release()
+
+
+def test_neighbours_that_were_given_back_in_any_order_are_one_range_again() -> None:
+    with HostMem(MIB, device="cpu") as memory:
+        ranges = RangeAllocator(memory)
+        held = [ranges.allocate(64 * KIB) for _ in range(4)]
+        for each in (held[2], held[0], held[3], held[1]):
+            each.release()
+            each.release()  # idempotent
+        assert ranges.free == [(0, MIB)]
+
+
+def test_where_no_free_range_is_long_enough_nothing_is_taken() -> None:
+    with HostMem(MIB, device="cpu", wait=True) as memory:
+        memory.consolidate()
+        ranges = RangeAllocator(memory)
+        held = ranges.allocate(MIB - 256)
+        with pytest.raises(HostOOMError, match=r"no 512 B are free.*longest free range has 256 B"):
+            ranges.allocate(512)
+        assert ranges.free == [(MIB - 256, 256)]
+        held.release()
+
+
+def test_bytes_are_waited_for_and_not_handed_out_before(spawn: Spawn) -> None:
+    with FaultPlan() as plan, HostMem(MIB, 0, device="cpu", fill_threads=1) as memory:
+        hold = plan.hold(POPULATE)
+        memory.resize(MIB)
+        hold.wait_reached()
+        made = spawn(RangeAllocator(memory).allocate, 4 * KIB)
+        assert not made.done()
+        assert memory.committed == 0
+        hold.release()
+        held = made.result()
+        assert memory.is_usable(4 * KIB)
+        held.release()
+
+
+def test_while_one_waits_for_the_fill_another_gets_what_is_filled(
+    spawn: Spawn, until: Until
+) -> None:
+    with HostMem(2 * MIB, MIB, device="cpu", wait=True) as memory, FaultPlan() as plan:
+        hold = plan.hold(POPULATE)
+        memory.resize(2 * MIB)
+        hold.wait_reached()
+        ranges = RangeAllocator(memory)
+        low = ranges.allocate(512 * KIB)
+        waits = spawn(ranges.allocate, 768 * KIB)  # does not fit below the watermark
+        until(lambda: len(ranges.free) == 2)
+        small = ranges.allocate(KIB)
+        assert offset(small, memory) == 512 * KIB
+        assert not waits.done()
+        hold.release()
+        for held in (low, small, waits.result()):
+            held.release()
+
+
+def test_a_wait_ends_at_its_deadline_and_leaves_nothing_taken() -> None:
+    with FaultPlan() as plan:
+        hold = plan.hold(POPULATE)
+        with HostMem(MIB, device="cpu", fill_threads=1) as memory:
+            hold.wait_reached()
+            ranges = RangeAllocator(memory, timeout=0)
+            with pytest.raises(TimeoutError):
+                ranges.allocate(KIB)
+            assert ranges.free == [(0, MIB)]
+            hold.release()
+
+
+def test_a_fill_that_failed_is_told_to_who_asks_beyond_and_the_rest_serves_on() -> None:
+    with FaultPlan() as plan:
+        plan.fail("cuMemHostRegister", 999, at=2, times=None)
+        with HostMem(4 * MIB, device="cpu", fill_threads=1) as memory:
+            ranges = RangeAllocator(memory)
+            held = ranges.allocate(MIB)
+            with pytest.raises(RegistrationError):
+                ranges.allocate(MIB)
+            assert ranges.free == [(MIB, 3 * MIB)]
+            held.release()
+
+
+def test_no_range_crosses_two_registrations() -> None:
+    with HostMem(8 * MIB, device="cpu", fill_threads=1, wait=True) as memory:
+        ends = [start + nbytes for start, nbytes in memory.registrations]
+        assert ends[:2] == [MIB, 2 * MIB]
+        ranges = RangeAllocator(memory)
+        held = [ranges.allocate(768 * KIB) for _ in range(4)]
+        for each in held:
+            start = offset(each, memory)
+            assert memory.same_registration(start, start + each.nbytes - 1)
+        assert offset(held[1], memory) == MIB  # and not 768 KiB, where the first one ends
+        for each in held:
+            each.release()
+
+
+def test_a_range_longer_than_a_commit_unit_is_refused_at_once_and_after_consolidating_served() -> (
+    None
+):
+    with FaultPlan() as plan, HostMem(4 * MIB, device="cpu", commit_unit=MIB) as memory:
+        ranges = RangeAllocator(memory)
+        memory.wait_usable(MIB)
+        with pytest.raises(HostOOMError, match=r"consolidate\(\)"):
+            ranges.allocate(2 * MIB)
+        memory.wait_usable(4 * MIB)
+        with pytest.raises(HostOOMError, match="consolidate"):
+            ranges.allocate(2 * MIB)
+        assert ranges.free == [(0, 4 * MIB)]
+        memory.consolidate()
+        held = ranges.allocate(2 * MIB)
+        held.release()
+        assert plan.calls("cuMemHostRegister")
+
+
+def test_unregistered_bytes_are_passed_over() -> None:
+    first: list[int] = []
+
+    def is_the_first(address: int, *_: int) -> bool:
+        first.append(address)
+        return address == first[0]
+
+    with FaultPlan() as plan:
+        plan.fail("cuMemHostRegister", 999, times=None, when=is_the_first)
+        with HostMem(
+            4 * MIB, device="cpu", fill_threads=1, on_register_failure="pageable", wait=True
+        ) as memory:
+            (bad,) = memory.quarantined
+            held = RangeAllocator(memory).allocate(KIB)
+            assert not bad[0] <= offset(held, memory) < sum(bad)
+            held.release()
+
+
+def test_growing_memory_makes_room_and_shrunk_memory_has_none() -> None:
+    with HostMem(2 * MIB, MIB, device="cpu") as memory:
+        ranges = RangeAllocator(memory)
+        first = ranges.allocate(MIB)
+        memory.resize(2 * MIB)
+        second = ranges.allocate(MIB)
+        with pytest.raises(BufferError):
+            memory.resize(MIB)
+        second.release()
+        memory.resize(MIB)
+        with pytest.raises(HostOOMError):
+            ranges.allocate(MIB)
+        assert ranges.free == []
+        first.release()
+
+
+def test_memory_is_not_closed_under_a_range() -> None:
+    memory = HostMem(MIB, device="cpu")
+    held = RangeAllocator(memory).allocate(KIB)
+    with pytest.raises(BufferError):
+        memory.close()
+    held.release()
+    memory.close()
+
+
+@pytest.mark.parametrize("alignment", [0, 3, 1 << 62])
+def test_an_alignment_that_cannot_be_is_refused(alignment: int) -> None:
+    with HostMem(MIB, device="cpu") as memory, pytest.raises(ValueError, match="alignment"):
+        RangeAllocator(memory, alignment=alignment)
+
+
+def test_no_bytes_are_no_range() -> None:
+    with HostMem(MIB, device="cpu") as memory, pytest.raises(ValueError, match="at least 1"):
+        RangeAllocator(memory).allocate(0)
+
+
+@settings(max_examples=40)
+@given(steps=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9000)), max_size=60))
+def test_held_ranges_never_overlap_and_all_comes_back(steps: list[tuple[int, int]]) -> None:
+    with HostMem(64 * KIB, device="cpu", wait=True) as memory:
+        ranges = RangeAllocator(memory)
+        held: list[HeldRange] = []
+        for which, nbytes in steps:
+            if which < 4 and held:
+                held.pop(which % len(held)).release()
+                continue
+            try:
+                held.append(ranges.allocate(nbytes))
+            except HostOOMError:
+                continue
+            taken = sorted((each.address, each.nbytes) for each in held)
+            ends = [0, *(address + size for address, size in taken)]
+            assert all(address >= end for (address, _), end in zip(taken, ends, strict=False))
+            assert all(address % 256 == 0 for address, _ in taken)
+            start = offset(held[-1], memory)
+            np.asarray(memory.view(start, nbytes))[:] = which
+        for each in held:
+            each.release()
+        assert ranges.free == [(0, 64 * KIB)]
+
+
+# ------------------------------------------------------------------------------------ versions
+
+
+def library(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    module = ModuleType("some_library")
+    module.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "some_library", module)
+
+
+@pytest.mark.parametrize("found", ["1.2", "1.2.7", "14.0"])
+def test_a_known_version_is_taken(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    library(monkeypatch, found)
+    module = known.import_known("ours", "some_library", ["1.2", "14"])
+    assert module.__version__ == found
+
+
+@pytest.mark.parametrize("found", ["1.20", "2.0", "1", "140.1"])
+def test_another_version_is_refused_and_both_are_named(
+    monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    library(monkeypatch, found)
+    with pytest.raises(ImportError) as refused:
+        known.import_known("ours", "some_library", ["1.2", "14"])
+    for part in ("ours", "1.2.x or 14.x", f"some_library {found} is installed"):
+        assert part in str(refused.value)
+
+
+def test_a_library_that_is_not_there_is_named() -> None:
+    with pytest.raises(ImportError, match=r"ours needs no_such_library 1\.x, which cannot"):
+        known.import_known("ours", "no_such_library", ["1"])
+
+
+CHILD = """
+import sys
+import hostmem
+assert not [name for name in sys.modules if name.startswith("hostmem.integrations")]
+import hostmem.integrations
+from hostmem.integrations import known, range_allocator
+assert not {"cupy", "cuda.core"} & set(sys.modules)
+"""
+
+
+def test_imports_bring_no_library() -> None:
+    child = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CHILD], capture_output=True, text=True, timeout=60
+    )
+    assert child.returncode == 0, child.stderr
