@@ -11,7 +11,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines test-numa test-remote lint types docs wheel-test bench clean
+.PHONY: help demo test test-engines test-browser test-numa test-remote lint types docs wheel-test bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -88,6 +88,9 @@ test-remote: $(REMOTE)/venv/stamp  ## run the remote level against a real Moonca
 # Ubuntu are fetched for it the first time (45 MB into build/guest, nothing is installed).
 test-numa: .venv/dev.stamp  ## run the tests of memory nodes and control groups in a guest
 	$(BIN)/python -m tests.guest $(PYTEST_ARGS)
+
+test-browser: .venv/dev.stamp  ## look at the pages that are made, in a browser that is fetched if need be
+	$(BIN)/python -m tests.browser $(PYTEST_ARGS)
 
 lint: .venv/dev.stamp  ## check style and format (ruff)
 	$(BIN)/ruff check .

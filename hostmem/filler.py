@@ -249,10 +249,12 @@ class Filler:
             pauses=self._pauses,
             rests=self._admission.rests,
             resting=self._admission.resting,
-            state=self._state(),
+            state=self.state,
         )
 
-    def _state(self) -> str:
+    @property
+    def state(self) -> str:
+        """What it does, in a word; takes no lock."""
         mark = self._watermark
         if mark.closed:
             return "closed"

@@ -106,7 +106,7 @@ def _samples(memory: HostMem) -> Iterator[tuple[str, tuple[str, ...], float]]:
     progress = memory.progress
     yield "capacity_bytes", (), memory.capacity
     yield "quarantined_bytes", (), sum(nbytes for _, nbytes in memory.quarantined)
-    yield "waiting", (), memory._mark.waiting
+    yield "waiting", (), memory.waiting
     for name, value in _of(progress).items():
         if value is not None:
             yield name, (), value

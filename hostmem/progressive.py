@@ -287,6 +287,11 @@ class HostMem(Closable):
         return str(self._page_mode)
 
     @property
+    def waiting(self) -> int:
+        """Threads and callbacks that wait for bytes now."""
+        return self._mark.waiting
+
+    @property
     def failure(self) -> BaseException | None:
         """Why the fill stopped short of the size, or None."""
         return self._mark.failure
@@ -758,7 +763,7 @@ class HostMem(Closable):
             ("rests", f"{progress.rests} for memory pressure, {progress.pauses} pauses"),
             ("pages", f"asked {self.page_mode}, now {progress.page_mode}"),
             ("placement", f"asked {self._placement}, accepted {self._accepted}"),
-            ("waiting", str(self._mark.waiting)),
+            ("waiting", str(self.waiting)),
         ]
         if self.failure is not None:
             rows.append(("failure", str(self.failure)))
@@ -782,7 +787,7 @@ class HostMem(Closable):
         if mark.failure is not None:
             parts.append("failed")
         elif mark.frontier < size:
-            parts.append(core.filler._state())  # progress() would wait for the filler's lock
+            parts.append(core.filler.state)  # progress() would wait for the filler's lock
         for extents, what in (
             (mark.released, "released"),
             (core.registrations.quarantined, "quarantined"),

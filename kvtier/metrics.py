@@ -19,6 +19,7 @@ __all__ = ["StorageCollector"]
 
 _LEVEL, _PAIR, _WHAT = ("level",), ("source", "destination"), ("what",)
 _FILE = ("group",)
+_REASON = ("reason",)
 
 _GAUGES = {
     "level_slots": (_LEVEL, "Pages that a level can hold."),
@@ -30,6 +31,7 @@ _GAUGES = {
     "copying_bytes": (_PAIR, "Bytes on their way between two levels."),
     "copying_peak_bytes": (_PAIR, "Most bytes on their way between two levels at one time."),
     "wait_longest_seconds": (_WHAT, "Longest wait."),
+    "remote_up": ((), "1 if the remote store answers, 0 if not."),
 }
 _COUNTERS = {
     "level_arrived_pages": (_LEVEL, "Pages that came to a level."),
@@ -45,6 +47,13 @@ _COUNTERS = {
     "disk_failed_writes": (_FILE, "Pages that could not be written to disk."),
     "disk_failed_reads": (_FILE, "Pages that could not be read from disk, corrupt ones included."),
     "disk_corrupt_pages": (_FILE, "Pages read from disk that were not what had been written."),
+    "remote_sent_pages": ((), "Pages that the remote store has taken, or had already."),
+    "remote_sent_bytes": ((), "Bytes of pages that the remote store has taken, or had already."),
+    "remote_fetched_pages": ((), "Pages that came from the remote store."),
+    "remote_fetched_bytes": ((), "Bytes of pages that came from the remote store."),
+    "remote_unsent_pages": (_REASON, "Pages that did not get to the remote store."),
+    "remote_missed_blocks": (_REASON, "Blocks that did not come from the remote store."),
+    "remote_degradations": ((), "Times that the remote store stopped answering."),
     "waits": (_WHAT, "Times that somebody waited."),
     "wait_seconds": (_WHAT, "Seconds that were waited."),
 }
@@ -132,5 +141,16 @@ def _samples(stats: StorageStats) -> Iterator[tuple[str, tuple[str, ...], float]
         yield "disk_failed_writes", (str(group),), found.write_failures
         yield "disk_failed_reads", (str(group),), found.read_failures
         yield "disk_corrupt_pages", (str(group),), found.corrupt
+    if (remote := stats.remote) is not None:
+        yield "remote_up", (), remote.state == "up"
+        yield "remote_sent_pages", (), remote.sent_pages
+        yield "remote_sent_bytes", (), remote.sent_bytes
+        yield "remote_fetched_pages", (), remote.fetched_pages
+        yield "remote_fetched_bytes", (), remote.fetched_bytes
+        yield "remote_degradations", (), remote.degradations
+        for reason, pages in remote.unsent.items():
+            yield "remote_unsent_pages", (reason,), pages
+        for reason, blocks in remote.misses.items():
+            yield "remote_missed_blocks", (reason,), blocks
     yield "missed_blocks", (), activity.misses
     yield "dropped_pages", (), stats.pages_dropped

@@ -1,8 +1,8 @@
 """What a test may need of the machine, and the account of what did not run.
 
 A test that is marked with the name of a requirement (``gpu``, ``numa2``, ``cgroup``, ``odirect``,
-``seccomp``) is skipped with the reason that its probe found. A probe runs when the first such test
-is set up, once a run; nothing here touches the machine at import or collection.
+``seccomp``, ``chromium``) is skipped with the reason that its probe found. A probe runs when the
+first such test is set up, once a run; nothing here touches the machine at import or collection.
 ``--require gpu,numa2`` turns those tests' skips into failures, for a machine that is known to
 have what they need.
 """
@@ -21,6 +21,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests.kvtier.chromium import find_chromium
 
 pytest_plugins = ["tests.threads"]
 
@@ -147,12 +149,17 @@ def _probe_seccomp(config: pytest.Config) -> str | None:
     return None if code == 0 else f"seccomp filters are refused: {os.strerror(code)}"
 
 
+def _probe_chromium(config: pytest.Config) -> str | None:
+    return find_chromium()[1] or None
+
+
 _PROBES: dict[str, Callable[[pytest.Config], str | None]] = {
     "gpu": _probe_gpu,
     "numa2": _probe_numa2,
     "cgroup": _probe_cgroup,
     "odirect": _probe_odirect,
     "seccomp": _probe_seccomp,
+    "chromium": _probe_chromium,
 }
 _FOUND = pytest.StashKey[dict[str, str | None]]()
 _REQUIRED = pytest.StashKey[frozenset[str]]()

@@ -107,7 +107,7 @@ class Inbox(Generic[Key]):
             self._trailers.put(Trailers(max(BATCH, self._each)))
         self._calling = threading.Lock()
         self._coming: dict[Key, Flight] = {}  # under the storage's lock
-        self._closing = False
+        self._closing = threading.Event()
         self._worker = Workers("kvtier-remote-in", 1)
         self._hands = ThreadPoolExecutor(_AT_ONCE, "kvtier-remote-hand")
 
@@ -163,7 +163,7 @@ class Inbox(Generic[Key]):
 
     def _begin(self, keys: Sequence[Key], each: int) -> Flight | None:
         """Begin a flight of as many of the keys as there is room for; count the others."""
-        refusal = "closed" if self._closing else None
+        refusal = "closed" if self._closing.is_set() else None
         if refusal is None and self._flights.overdue():
             self._link.health.failed("an answer took longer than the deadline")
         if refusal is None and not self._link.health.may_ask():
@@ -215,7 +215,7 @@ class Inbox(Generic[Key]):
     def _run(self, ask: Callable[[StoreClient, Ranges], None], flight: Flight) -> str | None:
         """Ask the store, and say what went wrong; the flight is over."""
         try:
-            if self._closing:
+            if self._closing.is_set():
                 return "closed"
             if flight.left == 0:
                 return "late"
@@ -414,6 +414,6 @@ class Inbox(Generic[Key]):
 
     def close(self) -> None:
         """Fetch nothing more, and wait for the calls that are under way."""
-        self._closing = True
+        self._closing.set()
         self._worker.close()
         self._hands.shutdown()

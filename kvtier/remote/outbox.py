@@ -94,7 +94,7 @@ class Outbox:
         for _ in range(_WORKERS):
             self._trailers.put(Trailers(BATCH))
         self._calling = threading.Lock()
-        self._closing = False
+        self._closing = threading.Event()
         self._workers = Workers("kvtier-remote-out", _WORKERS)
 
     def offer(self, pages: Iterable[Page]) -> None:
@@ -115,7 +115,7 @@ class Outbox:
 
     def _send(self, pages: list[Page], names: list[str]) -> str | None:
         """Put a letter into the queue, or say why not."""
-        if self._closing:
+        if self._closing.is_set():
             return "closed"
         if self._flights.overdue():
             self._link.health.failed("a page was under way for longer than the deadline")
@@ -178,7 +178,7 @@ class Outbox:
     def _put(self, letter: _Letter, trailers: Trailers) -> Counter[str]:
         """Send pages once they are there; count those that do not go, by reason."""
         flight, total = letter.flight, len(letter.names)
-        if self._closing:
+        if self._closing.is_set():
             return Counter(closed=total)
         client, ranges = self._link.open()
         came = [n for n, event in enumerate(letter.ready) if _arrived(event, flight)]
@@ -199,7 +199,7 @@ class Outbox:
         behind = trailers.addresses(len(came))
         buffers = [list(both) for both in zip(pages.tolist(), behind, strict=True)]
         with self._calling:
-            if self._closing:
+            if self._closing.is_set():
                 return unsent + Counter(closed=len(came))
             codes = client.put(names, buffers, [[letter.nbytes, TRAILER_BYTES]] * len(came))
         self._link.heard(codes)
@@ -211,7 +211,7 @@ class Outbox:
 
     def close(self) -> None:
         """Send nothing more, and wait for the calls that are under way."""
-        self._closing = True
+        self._closing.set()
         self._workers.close()
 
 

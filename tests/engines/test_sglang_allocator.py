@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from hostmem import CpuDevice, HostOOMError, ResourceBusyError, placement_of  # 
 from hostmem.courier import closings  # noqa: E402
 from hostmem.testing import FaultPlan  # noqa: E402
 from tests.engines.sglang_pools import import_sglang, mha_pool  # noqa: E402
+from tests.snippets import DOCS, blocks  # noqa: E402
 
 common = import_sglang("sglang.srt.mem_cache.pool_host.common")
 base = import_sglang("sglang.srt.mem_cache.pool_host.base")
@@ -168,16 +168,16 @@ def test_a_plugin_of_sglang_may_install_it(tmp_path: Path) -> None:
     info = tmp_path / "mine-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nhost = mine:start\n")
-    (tmp_path / "mine.py").write_text(
-        textwrap.dedent("""
-        def start():
-            from tests.engines.sglang_pools import import_sglang
-            import_sglang("sglang.srt.mem_cache.pool_host.common")  # a GPU's machine needs no help
-            from kvtier.integrations.sglang import install
-            install(page_mode="huge")
-        """)
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nhost_pools = my_host_pools:start\n"
     )
+    # A GPU's machine needs no help with what SGLang imports.
+    help_here = """
+from tests.engines.sglang_pools import import_sglang
+import_sglang("sglang.srt.mem_cache.pool_host.common")
+"""
+    (code,) = [block.code for block in blocks(DOCS / "sglang.md") if block.kind == "py"]
+    (tmp_path / "my_host_pools.py").write_text(help_here + code)
     root = Path(hostmem.__file__).parents[1]
     environment: dict[str, Any] = {**os.environ, "PYTHONPATH": f"{tmp_path}:{root}"}
     child = subprocess.run(

@@ -11,9 +11,10 @@ import sys
 import time
 from pathlib import Path
 
+from tests.debian import Unavailable
 from tests.guest.emulator import run_guest
 from tests.guest.image import write_image
-from tests.guest.packages import Unavailable, virtual_machine
+from tests.guest.packages import virtual_machine
 
 _PROJECT = Path(__file__).resolve().parents[2]
 _BUILD = _PROJECT / "build" / "guest"

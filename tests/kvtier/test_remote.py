@@ -420,6 +420,20 @@ def test_keys_that_cannot_be_named_stay_here(
     assert one.fetch(("b", 3)) == 0  # type: ignore[arg-type]
 
 
+def test_little_staging_takes_more_calls(
+    host: Make, store: Store, tiers: Tiers, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.remote.staging._BYTES", 0)  # eight slots, two for each call
+    one, other = host(gpu=8, host=0, layers=TWO), host(gpu=8, host=0, layers=TWO)
+    for key in range(5):
+        one.compute(tiers, key)
+        sent(one, 2 * key + 2, until)
+    assert other.fetch(*range(5)) == 5
+    assert other.holds(tiers, *range(5))
+    assert max(objects for call, objects in store.calls if call == "get") <= 2
+    assert other.fetch(*range(6)) == 5
+
+
 def test_no_room_is_a_miss(host: Make, store: Store, tiers: Tiers, until: Until) -> None:
     one, other = host(), host(host=2)
     one.compute(tiers, 1)
@@ -610,7 +624,7 @@ def test_the_storage_closes_while_a_call_is_under_way(
     store.wait_reached("put")
     one.compute(tiers, 2)
     closing = spawn(one.storage.close)
-    until(lambda: one.cache._remote._out._closing)  # type: ignore[union-attr]
+    until(lambda: one.cache._remote._out._closing.is_set())  # type: ignore[union-attr]
     assert not closing.done()
     go()
     closing.result(20)
@@ -631,7 +645,7 @@ def test_a_fetch_that_the_end_overtakes_gives_its_pages_back(
     other.cache.prefetch([1])
     store.wait_reached("get")
     closing = spawn(other.storage.close)
-    until(lambda: other.cache._remote._in._closing)  # type: ignore[union-attr]
+    until(lambda: other.cache._remote._in._closing.is_set())  # type: ignore[union-attr]
     go()
     closing.result(20)
     other.cache._check()

@@ -14,6 +14,8 @@ from kvtier.replay import generate, write_trace
 from tests.kvtier.chromium import Chromium, find_chromium
 from tests.kvtier.test_report import leaves, same
 
+pytestmark = pytest.mark.chromium
+
 FIGURES = """Object.fromEntries(Array.from(
   document.querySelectorAll("[data-figure]"), e => [e.dataset.figure, e.innerText.trim()]))"""
 HIDDEN = """Array.from(document.querySelectorAll("[data-figure], figure > svg, h2, .map"))
@@ -50,9 +52,7 @@ CONTRAST = """(() => {
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    program, reason = find_chromium()
-    if not program:
-        pytest.skip(reason)
+    program, _ = find_chromium()
     with Chromium(program, tmp_path_factory.mktemp("profile")) as chromium:
         yield chromium
 

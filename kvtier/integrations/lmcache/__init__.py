@@ -3,6 +3,7 @@
 `KvtierHostMemory` gives LMCache its host memory and `KvtierDiskBackend` keeps what leaves it; both
 are storage plugins, to be named in LMCache's configuration. `HostMemAllocator` is the allocator
 behind the first, and `install_allocator` puts it into a backend that a program made itself.
+`KvtierL2Adapter` is the disk level of LMCache's multi-process server.
 `docs/lmcache.md` says how they are configured.
 
 LMCache is imported when the first of these names is asked for, not with this module.
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     from kvtier.integrations.lmcache.allocator import HostMemAllocator, install_allocator
     from kvtier.integrations.lmcache.disk_backend import KvtierDiskBackend
     from kvtier.integrations.lmcache.host_memory import KvtierHostMemory
+    from kvtier.integrations.lmcache.l2_adapter import KvtierL2Adapter
 
 __all__ = [
     "KNOWN_VERSIONS",
     "HostMemAllocator",
     "KvtierDiskBackend",
     "KvtierHostMemory",
+    "KvtierL2Adapter",
     "install_allocator",
 ]
 
@@ -35,6 +38,7 @@ _PLACES = {
     "HostMemAllocator": "allocator",
     "KvtierDiskBackend": "disk_backend",
     "KvtierHostMemory": "host_memory",
+    "KvtierL2Adapter": "l2_adapter",
     "install_allocator": "allocator",
 }
 

@@ -8,14 +8,16 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from sglang.srt.mem_cache.pool_host import common
 
 from hostmem import HostMem, ResourceBusyError
 from hostmem.courier import closings
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["HostMemTensorAllocator", "install"]
 
@@ -72,6 +74,8 @@ class HostMemTensorAllocator(common.HostTensorAllocator):
         HostOOMError, PlacementRefusedError, RegistrationError, CuError, OSError
             As `hostmem.HostMem` says; nothing was kept.
         """
+        import torch
+
         if device != "cpu":
             raise ValueError(f"device: {device!r}; host pools are memory of the CPU")
         self.dims, self.dtype = dims, dtype

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -26,6 +25,7 @@ from kvtier.integrations.sglang.page_store import PageShape, PageStore
 from kvtier.transfer.slot_io import SlotIOStats
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
 __all__ = ["KvtierHiCacheStorage"]
@@ -444,6 +444,8 @@ def _rank(config: HiCacheStorageConfig) -> str:
 
 
 def _shape(name: str, pool: HostKVCache) -> PageShape:
+    import torch
+
     layout = getattr(pool, "layout", "unknown")
     what = f"the host pool {name} ({type(pool).__name__}, layout {layout})"
     try:
