@@ -263,7 +263,7 @@ class RemoteCacheTierConfig(CacheTierConfig):
     """A store that hosts share, Mooncake Store: what one of them computed, the others find.
 
     It is no place of ours: what is there may be evicted at any moment. Takes the extra ``remote``,
-    as in ``pip install hostmem[remote]``, and its master, which the page on the remote level says how to start.
+    as in ``pip install hostmem[remote]``, and a master that runs.
 
     Parameters
     ----------

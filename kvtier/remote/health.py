@@ -65,3 +65,8 @@ class Health:
             else:
                 self._pause = min(2 * self._pause, _LONGEST)
             self._again = self._clock() + self._pause
+
+    def doubted(self, why: object) -> None:
+        """Note that the store has not answered yet: however often, that is one failure."""
+        if self._again is None:
+            self.failed(why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -165,7 +165,7 @@ class Inbox(Generic[Key]):
         """Begin a flight of as many of the keys as there is room for; count the others."""
         refusal = "closed" if self._closing.is_set() else None
         if refusal is None and self._flights.overdue():
-            self._link.health.failed("an answer took longer than the deadline")
+            self._link.health.doubted("an answer takes longer than the deadline")
         if refusal is None and not self._link.health.may_ask():
             refusal = "degraded"
         most = 0 if refusal else self._flights.room // each if each else len(keys)
@@ -197,7 +197,7 @@ class Inbox(Generic[Key]):
                 end = min(first + self._each, blocks)
                 got = _Batch(client, ranges, [Block(key) for key in keys[first:end]], flight, why)
                 brought.append(self._hands.submit(self._bring, got, there[:, first:end]))
-            wait(brought)  # until nothing of it goes on
+            # Each is waited for, also behind one that failed: then nothing of it goes on.
             came = sum(one.result() for one in brought if one.exception() is None)
             for one in brought:
                 one.result()

@@ -378,8 +378,10 @@ def test_a_wait_that_fails_after_the_close_is_the_last(spawn: Spawn, until: Unti
 
 def test_a_backend_gets_another_memory(cpu: CpuDevice) -> None:
     backend = local_backend()
+    before = backend.get_memory_allocator()
     memory = host_memory()
     allocator = install_allocator(backend, memory)
+    assert before._unregistered  # it was closed
     assert backend.get_memory_allocator() is allocator
     assert backend.memory_allocator.memcheck()
     obj = backend.allocate(SHAPE, DTYPE)
@@ -471,6 +473,9 @@ def test_configuration_alone_gives_lmcache_its_memory(cpu: CpuDevice) -> None:
         assert [holds(obj, number) for number, obj in enumerate(got)] == [True] * 3
         assert manager.batched_get([key(9)]) == [None]
         assert manager.get(key(9)) is None
+        nothing = manager.storage_backends["KvtierHostMemory"]
+        assert nothing.batched_get_blocking([key(0)]) == []  # None would end LMCache's search
+        assert nothing.get_blocking(key(0)) is None
         assert manager.memcheck()
         for obj in got:
             obj.ref_count_down()

@@ -17,7 +17,7 @@ from hostmem.testing import FaultPlan  # noqa: E402
 from tests.engines.sglang_pools import import_sglang, mha_pool, storage_config  # noqa: E402
 
 if TYPE_CHECKING:
-    from tests.threads import Spawn
+    from tests.threads import Spawn, Until
 
 hicache = import_sglang("sglang.srt.mem_cache.hicache_storage")
 controllers = import_sglang("sglang.srt.managers.cache_controller")
@@ -155,6 +155,7 @@ def test_a_page_that_is_there_is_not_written_again(build: Build) -> None:
 def test_indices_that_are_too_few_move_nothing(build: Build) -> None:
     storage = build()
     assert storage.batch_set_v1(KEYS[:2], indices(0)) == [False, False]
+    assert storage.batch_set_v1(KEYS[:1], indices(0)[:8]) == [False]
     assert storage.batch_get_v1(KEYS[:1], indices(0, 1)) == [False]
     assert storage.batch_exists(KEYS) == 0
 
@@ -250,7 +251,9 @@ def test_a_failed_read_is_a_miss(build: Build) -> None:
     assert storage.batch_exists(KEYS[:2]) == 0
 
 
-def test_who_stores_what_another_is_storing_waits_for_it(build: Build, spawn: Spawn) -> None:
+def test_who_stores_what_another_is_storing_waits_for_it(
+    build: Build, spawn: Spawn, until: Until
+) -> None:
     pool = mha_pool()
     storage = build({"kv": pool})
     fill(pool)
@@ -261,6 +264,7 @@ def test_who_stores_what_another_is_storing_waits_for_it(build: Build, spawn: Sp
         assert storage.batch_exists(KEYS[:1]) == 0  # not before all of it is there
         assert storage.batch_get_v1(KEYS[:1], indices(1)) == [False]
         second = spawn(storage.batch_set_v1, KEYS[:2], indices(0, 1))
+        until(lambda: storage.exists(KEYS[1]))
         hold.release()
         assert first.result() == [True]
         assert second.result() == [True, True]
@@ -323,6 +327,7 @@ def test_every_rank_has_a_file_of_its_own(build: Build, tmp_path: Path) -> None:
     ranks = [
         build({"kv": pool}, persist=True, **changed)
         for changed in (
+            {},
             {"tp_size": 2},
             {"tp_size": 2, "tp_rank": 1},
             {"pp_size": 2, "pp_rank": 1},
@@ -330,9 +335,9 @@ def test_every_rank_has_a_file_of_its_own(build: Build, tmp_path: Path) -> None:
             {"dp_rank": 1},
         )
     ]
-    assert len(list(tmp_path.glob("*.slots"))) == 5
-    ranks[0].batch_set_v1(KEYS[:1], indices(0))
-    assert [rank.batch_exists(KEYS[:1]) for rank in ranks] == [1, 0, 0, 0, 0]
+    assert len(list(tmp_path.glob("*.slots"))) == 6
+    ranks[1].batch_set_v1(KEYS[:1], indices(0))
+    assert [rank.batch_exists(KEYS[:1]) for rank in ranks] == [0, 1, 0, 0, 0, 0]
     with pytest.raises(ResourceBusyError):
         build({"kv": pool}, persist=True, tp_size=2)
 
@@ -346,9 +351,12 @@ def transfer(name: str, keys: list[str], pages: Any, **fields: Any) -> Any:
     )
 
 
-def test_pools_have_files_of_their_own_and_share_the_quota(build: Build) -> None:
+def test_pools_have_files_of_their_own_and_share_the_quota(build: Build, tmp_path: Path) -> None:
     kv, draft = mha_pool(), mha_pool("layer_first", v_dim=64)
-    storage = build({"kv": kv, "draft": draft})
+    storage = build({"kv": kv, "draft": draft}, persist=True)
+    sizes = [path.stat().st_size for path in tmp_path.glob("*.slots")]
+    assert len(sizes) == 2
+    assert 3 << 20 < sum(sizes) <= 4 << 20
     before = fill(kv, 1), fill(draft, 2)
     every = indices(*range(16))
     done = storage.batch_set_v2(
@@ -378,7 +386,7 @@ def test_prefixes_that_every_pool_can_restore_are_those_of_sglangs_own_file_back
     for name, pool in pools.items():
         theirs.register_mem_host_pool_v2(pool, hicache.PoolName(name))
     policy = hicache.PoolHitPolicy
-    stored = {"kv": range(12), "swa": (2, 3, 4, 8, 9, 13), "draft": range(10)}
+    stored = {"kv": range(12), "swa": (0, 2, 3, 4, 8, 9, 13), "draft": range(10)}
     for name, pages in stored.items():
         for storage in (ours, theirs):
             storage.batch_set_v2([transfer(name, [KEYS[n] for n in pages], indices(*pages))])

@@ -42,6 +42,9 @@ def nothing_is_left(cpu: CpuDevice) -> Iterator[None]:
     assert seam.install(None) is None
 
 
+_FORKS = "-Wignore::DeprecationWarning"  # Python 3.12 warns of forks beside threads
+
+
 @pytest.fixture
 def child(tmp_path: Path) -> Child:
     already = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # the packages that we need, too
@@ -49,7 +52,7 @@ def child(tmp_path: Path) -> Child:
 
     def run(code: str, *options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, *options, "-c", textwrap.dedent(code)],
+            [sys.executable, _FORKS, *options, "-c", textwrap.dedent(code)],
             env={**os.environ, "PYTHONPATH": where},
             cwd=tmp_path,
             capture_output=True,

@@ -95,6 +95,5 @@ def test_a_forked_child_has_a_thread_of_its_own(child: Child) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert callbacks.drain(10)
         """,
-        "-Wignore::DeprecationWarning",
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(120, method="thread")
 
 MIB = 1 << 20
-FORKS = "-Wignore::DeprecationWarning"  # Python 3.12 warns of forks beside threads
 INVALID_VALUE, NOT_REGISTERED = 1, 713
 
 Bytes = NDArray[np.uint8]
@@ -459,5 +458,5 @@ def test_a_child_that_was_forked_calls_no_driver_and_the_parent_goes_on(
     child: Child, driver: str, leave: str
 ) -> None:
     named = "None" if driver == "real" else "FakeDriver()"
-    done = child(FORK.format(driver=named, leave=leave), FORKS, "-Wdefault::ResourceWarning")
+    done = child(FORK.format(driver=named, leave=leave), "-Wdefault::ResourceWarning")
     assert (done.stdout, done.stderr, done.returncode) == ("", "", os.EX_OK)

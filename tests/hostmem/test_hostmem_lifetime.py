@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 KIB, MIB = 1 << 10, 1 << 20
 POPULATE = "madvise(MADV_POPULATE_WRITE)"
-FORKS = "-Wignore::DeprecationWarning"  # Python 3.12 warns of forks beside threads
 
 
 def filled(nbytes: int = MIB) -> HostMem:
@@ -494,7 +493,6 @@ def test_in_a_forked_child_every_call_says_that_it_is_closed(child: Child) -> No
     memory.view()[:] = 1
     memory.close()
     """,
-        FORKS,
     )
     assert (done.stderr, done.returncode) == ("", 0)
 
@@ -512,7 +510,6 @@ def test_touching_a_view_in_a_forked_child_is_a_segmentation_fault(child: Child)
     del view
     memory.close()
     """,
-        FORKS,
     )
     assert (done.stderr, done.returncode) == ("", 0)
 
@@ -542,7 +539,6 @@ def test_a_forked_child_that_drops_and_exits_touches_nothing_of_the_parents(
         memory.close()
         other.close()
         """,
-        FORKS,
         "-Wdefault::ResourceWarning",
     )
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
@@ -581,7 +577,6 @@ def test_a_forked_child_can_have_memory_of_its_own_while_the_parent_fills(child:
     memory.view()[:] = 1
     memory.close()
     """,
-        FORKS,
     )
     assert (done.stderr, done.returncode) == ("", 0)
 
@@ -616,7 +611,6 @@ def test_a_fork_in_the_middle_of_every_lock_leaves_a_child_that_answers(child: C
             lock.release()
     memory.close()
     """,
-        FORKS,
     )
     assert (done.stderr, done.returncode) == ("", 0)
 

@@ -133,22 +133,48 @@ def test_no_range_crosses_two_registrations() -> None:
             each.release()
 
 
-def test_a_range_longer_than_a_commit_unit_is_refused_at_once_and_after_consolidating_served() -> (
+def test_no_range_crosses_registrations_that_were_made_while_it_waited(spawn: Spawn) -> None:
+    with FaultPlan() as plan:
+        hold = plan.hold(POPULATE)
+        with HostMem(8 * MIB, device="cpu", fill_threads=1) as memory:
+            hold.wait_reached()
+            ranges = RangeAllocator(memory)
+            waits = [spawn(ranges.allocate, 768 * KIB) for _ in range(4)]
+            hold.release()
+            held = [wait.result() for wait in waits]
+            for each in held:
+                start = offset(each, memory)
+                assert memory.same_registration(start, start + each.nbytes - 1)
+                each.release()
+
+
+def test_ranges_are_aligned_where_registrations_are_not() -> None:
+    with HostMem(MIB, device="cpu", slot_size=6000, wait=True) as memory:
+        ranges = RangeAllocator(memory)
+        held = [ranges.allocate(4000) for _ in range(100)]
+        assert {each.address % 256 for each in held} == {0}
+        for each in held:
+            each.release()
+
+
+def test_a_range_longer_than_a_commit_unit_is_refused_at_once_and_served_when_consolidated() -> (
     None
 ):
-    with FaultPlan() as plan, HostMem(4 * MIB, device="cpu", commit_unit=MIB) as memory:
-        ranges = RangeAllocator(memory)
-        memory.wait_usable(MIB)
-        with pytest.raises(HostOOMError, match=r"consolidate\(\)"):
-            ranges.allocate(2 * MIB)
-        memory.wait_usable(4 * MIB)
-        with pytest.raises(HostOOMError, match="consolidate"):
-            ranges.allocate(2 * MIB)
-        assert ranges.free == [(0, 4 * MIB)]
-        memory.consolidate()
-        held = ranges.allocate(2 * MIB)
-        held.release()
-        assert plan.calls("cuMemHostRegister")
+    with FaultPlan() as plan:
+        hold = plan.hold(POPULATE)
+        with HostMem(4 * MIB, device="cpu", commit_unit=MIB, fill_threads=1) as memory:
+            hold.wait_reached()
+            ranges = RangeAllocator(memory, timeout=None)
+            with pytest.raises(HostOOMError, match=r"commit_unit, or consolidate\(\)"):
+                ranges.allocate(2 * MIB)
+            hold.release()
+            memory.wait_usable(4 * MIB)
+            with pytest.raises(HostOOMError, match="in one registration"):
+                ranges.allocate(2 * MIB)
+            assert ranges.free == [(0, 4 * MIB)]
+            memory.consolidate()
+            held = ranges.allocate(2 * MIB)
+            held.release()
 
 
 def test_unregistered_bytes_are_passed_over() -> None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tests.hostmem.conftest import Child
     from tests.threads import Spawn
 
-FORKS = "-Wignore::DeprecationWarning"  # Python 3.12 warns of forks beside threads
 
 # Prints every unregistering straight to the descriptor, since a signal's death flushes nothing.
 START = """
@@ -457,7 +456,6 @@ def test_a_forked_child_passes_the_signal_on_and_leaves_the_parents_memory(child
     say(registered() == before, memory.closed)
     memory.close()
     """,
-        FORKS,
     )
     assert done.stdout == f"{-signal.SIGTERM}\nTrue False\n"
     assert (done.stderr, done.returncode) == ("", 0)
@@ -476,7 +474,6 @@ def test_a_forked_child_asks_anew_for_its_own_memory(child: Child) -> None:
         end_of_process()
     say(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     """,
-        FORKS,
     )
     assert done.stdout == f"unregister\n{-signal.SIGTERM}\n"
 
@@ -497,7 +494,6 @@ def test_a_child_that_is_forked_during_the_shutdown_is_not_sent_the_signal(child
     hold.release()
     settle()
     """,
-        FORKS,
     )
     assert done.stdout == "before False\n0\nbefore True\n"
 
@@ -517,7 +513,6 @@ def test_a_child_that_is_forked_during_the_shutdown_exits_without_waiting_for_it
     hold.release()
     end_of_process()
     """,
-        FORKS,
     )
     assert (done.stdout, done.returncode) == ("0\n", -signal.SIGTERM)
 

@@ -17,7 +17,6 @@ from hostmem.testing import FakeDriver, FaultPlan
 if TYPE_CHECKING:
     from tests.hostmem.conftest import Child
 
-FORKS = "-Wignore::DeprecationWarning"  # Python 3.12 warns of forks beside threads
 KIB, MIB = 1 << 10, 1 << 20
 GRANULE = 2 * MIB
 COUNT, PAGE = 64, 4 * KIB
@@ -190,6 +189,5 @@ def test_a_forked_child_has_no_loans_and_no_lock_that_a_thread_held(child: Child
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), len(loans.table))
         ended.set()
         """,
-        FORKS,
     )
     assert (done.stdout, done.stderr) == ("10 1\n", "")

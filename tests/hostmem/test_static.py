@@ -219,6 +219,5 @@ def test_in_a_forked_child_it_is_closed(child: Child) -> None:
         assert int(memory.view().sum()) == 7 * 4096
         memory.close()
         """,
-        "-Wignore::DeprecationWarning",
     )
     assert (done.stderr, done.returncode) == ("", 0)

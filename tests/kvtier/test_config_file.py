@@ -63,6 +63,7 @@ buffers = { kv = "1KiB" }
 buffers = { key = "64KiB" }
 """
 
+TIER = "cache_tiers[1].tier: expected 'gpu' or 'host' or 'disk' or 'remote'"
 KEY_VALUE = [BufferConfig("key", 64 * KIB), BufferConfig("value", 64 * KIB)]
 EXPECTED = KVCacheManagerConfig(
     16,
@@ -178,8 +179,8 @@ def test_a_file_is_read_whether_it_makes_sense_or_not() -> None:
         (simple(initial_pool_ratio=[1, "2"]), 'initial_pool_ratio[1]: expected a number, not "2"'),
         (simple(cache_tiers={}), "cache_tiers: expected a list, not {}"),
         (simple(cache_tiers=["gpu"]), 'cache_tiers[0]: expected a table, not "gpu"'),
-        (tier(tier="tape"), "[1].tier: expected 'gpu' or 'host' or 'disk' or 'remote', not "),
-        (tier(tier=1), "[1].tier: expected 'gpu' or 'host' or 'disk' or 'remote', not 1"),
+        (tier(tier="tape"), f"{TIER}, not "),
+        (tier(tier=1), f"{TIER}, not 1"),
         (tier(tier="host", quota=[1]), "cache_tiers[1].quota: expected bytes or text such"),
         (tier(tier="host", quota=1.5), "cache_tiers[1].quota: expected bytes or text such"),
         (tier(tier="host", quota=True), "cache_tiers[1].quota: expected bytes or text such"),

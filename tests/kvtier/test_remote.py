@@ -261,15 +261,25 @@ def test_write_back_sends_what_leaves_the_host_level(
     fits = 2 * MIB // PAGE
     for key in range(fits * (2 if gpu else 1)):
         one.compute(tiers, key)
-    before = len(store.objects)
+    assert one.stats.sent_pages + sum(one.stats.unsent.values()) == 0
     for key in range(100, 100 + fits):
         one.compute(tiers, key)
-    until(lambda: len(store.objects) >= fits)
-    assert before == 0 or gpu
+    sent(one, fits, until)
+    assert len(store.objects) == fits
     assert 0 not in one.cache
     assert other.fetch(0) == 1
     assert other.holds(tiers, 0)
     one.cache._check()
+
+
+def test_write_through_sends_a_page_once(
+    host: Make, store: Store, tiers: Tiers, until: Until
+) -> None:
+    one = host(gpu=2, host=2)
+    for key in range(16):
+        one.compute(tiers, key)
+        sent(one, key + 1, until)
+    assert [call for call, _ in store.calls].count("put") == 16
 
 
 def test_write_back_before_a_disk(host: Make, tiers: Tiers, until: Until, tmp_path: Any) -> None:
@@ -342,6 +352,7 @@ def test_a_changed_byte_is_a_miss_and_removed(
     assert other.stats.misses == {"corrupt": 1}
     assert name not in store.objects
     assert other.stats.state == "up"
+    assert other.storage.levels[0].groups[0].slots.in_use == 1
     other.cache._check()
 
 
@@ -425,13 +436,13 @@ def test_little_staging_takes_more_calls(
 ) -> None:
     monkeypatch.setattr("kvtier.remote.staging._BYTES", 0)  # eight slots, two for each call
     one, other = host(gpu=8, host=0, layers=TWO), host(gpu=8, host=0, layers=TWO)
-    for key in range(5):
+    for key in range(9):
         one.compute(tiers, key)
         sent(one, 2 * key + 2, until)
-    assert other.fetch(*range(5)) == 5
-    assert other.holds(tiers, *range(5))
+    assert other.fetch(*range(9)) == 9
+    assert other.stats.fetched_pages > 8
+    assert other.holds(tiers, *range(9))
     assert max(objects for call, objects in store.calls if call == "get") <= 2
-    assert other.fetch(*range(6)) == 5
 
 
 def test_no_room_is_a_miss(host: Make, store: Store, tiers: Tiers, until: Until) -> None:
@@ -585,6 +596,49 @@ def test_two_who_want_a_block_fetch_it_once(
     assert first.done
     assert other.holds(tiers, 1, 2)
     assert [call for call, _ in store.calls].count("get") == 1
+
+
+def test_what_was_fetched_and_dropped_is_fetched_again(
+    host: Make, tiers: Tiers, until: Until
+) -> None:
+    one, other = host(), host()
+    one.compute(tiers, 1)
+    sent(one, 1, until)
+    for _ in range(2):
+        assert other.fetch(1) == 1
+        assert other.holds(tiers, 1)
+        assert other.cache.drop([1]) == 1
+    assert other.stats.fetched_pages == 2
+
+
+def test_a_slot_that_somebody_still_reads_is_not_fetched_into(
+    host: Make, store: Store, tiers: Tiers, until: Until, gate: Callable[[], Gate]
+) -> None:
+    one, other = host(), host(host=2, mode="read-only")
+    one.compute(tiers, 1)
+    sent(one, 1, until)
+    reading = gate()
+    other.compute(tiers, 10, 11, 12, 13)
+    other.cache.acquire([10, 11, 12, 13]).release(after=reading)
+    job = other.cache.prefetch([1])
+    reading.wait_asked()
+    assert not any(call == "get" for call, _ in store.calls)
+    reading.set()
+    job.wait(20)
+    assert other.holds(tiers, 1)
+
+
+def test_windows_count_the_blocks_in_front(host: Make, tiers: Tiers, until: Until) -> None:
+    sinks = dataclasses.replace(TWO[2], num_sink_tokens=16)
+    layers = [*TWO[:2], sinks]
+    one, other = host(host=16, layers=layers), host(host=16, layers=layers, mode="read-only")
+    for key in range(6):
+        one.compute(tiers, key)
+    sent(one, 12, until)
+    other.compute(tiers, 0, 1)
+    assert other.fetch(*range(6)) == 6
+    assert other.stats.fetched_pages == 4 + 2  # the first of these is no sink
+    assert other.holds(tiers, *range(6))
 
 
 def test_a_block_that_was_computed_meanwhile_stays(

@@ -21,6 +21,7 @@ from kvtier import (
     RemoteCacheTierConfig,
     load_config,
 )
+from kvtier.__main__ import main
 from kvtier.remote.client import MooncakeClient, Refused, reason_of
 from kvtier.remote.flights import Flights
 from kvtier.remote.health import Health
@@ -208,6 +209,16 @@ def test_one_tries_for_all(clock: Clock) -> None:
     assert health.degradations == 2
 
 
+def test_an_answer_that_is_missing_is_one_failure(clock: Clock) -> None:
+    health = Health(clock)
+    for _ in range(5):
+        health.doubted("no answer yet")
+    assert health.state == "degraded"
+    assert health.degradations == 1
+    clock.now += 0.5
+    assert health.may_ask()
+
+
 def test_a_flight_is_over_at_its_deadline(clock: Clock, spawn: Spawn) -> None:
     flights = Flights(10, 2.0, clock)
     flight = flights.begin(4)
@@ -349,3 +360,23 @@ def test_staging_is_taken_and_given_back(cpu: CpuDevice) -> None:
         assert int(places[-1]) + 5000 <= staging.address + staging.nbytes
     finally:
         staging.close()
+
+
+# --------------------------------------------------------------------------------- the replay
+
+
+def test_a_replay_that_shares_says_what_it_lacks(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = str(tmp_path / "trace.jsonl")
+    assert main(["trace", "--requests", "3", "--out", trace]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr("kvtier.remote.client.find_spec", lambda name: None)
+    assert main(["replay", trace, "--remote", "nowhere:1", "--device", "cpu"]) == 2
+    assert "pip install hostmem[remote]" in capsys.readouterr().err
+    monkeypatch.setattr("kvtier.remote.client.find_spec", lambda name: name)
+    html = str(tmp_path / "page.html")
+    assert main(["replay", trace, "--remote", "nowhere:1", "--html", html]) == 2
+    assert "with --remote there are two" in capsys.readouterr().err
+    assert main(["replay", trace, "--remote", "nowhere"]) == 2
+    assert "remote.master: 'nowhere' is not host:port" in capsys.readouterr().err

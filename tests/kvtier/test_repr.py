@@ -393,7 +393,7 @@ def test_a_forked_child_can_look_at_everything() -> None:
     root = str(Path(kvtier.__file__).parents[1])
     where = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
-        [sys.executable, "-c", FORKED],
+        [sys.executable, "-Wignore::DeprecationWarning", "-c", FORKED],  # forks beside threads
         env={**os.environ, "PYTHONPATH": where},
         capture_output=True,
         text=True,

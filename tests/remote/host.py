@@ -46,8 +46,10 @@ class Host:
     ) -> None:
         tiers: list[Any] = [GpuCacheTierConfig(gpu * MIB, gpu * MIB)] if gpu else []
         tiers.append(HostCacheTierConfig(host * MIB, host * MIB))
-        remote = {"local_segment": 64 * MIB, "host": "127.0.0.1", **remote}
+        remote = {"local_segment": 64 * MIB, "host": "127.0.0.1", "deadline": 5.0, **remote}
         self.tier = RemoteCacheTierConfig(master, metadata, **remote)
+        # For what goes past the cache: what it lent would go with it.
+        self.guest = RemoteCacheTierConfig(master, metadata, **{**remote, "local_segment": 0})
         layers = [AttentionLayerConfig(0, [BufferConfig("kv", PAGE)])]
         self.config = KVCacheManagerConfig(16, [*tiers, self.tier], layers)
         self.storage = TierStorage(self.config, device="cpu")
@@ -110,7 +112,7 @@ class Host:
 
     def overwrite(self, key: int) -> int:
         """Store other bytes under the name of a block, past the cache."""
-        client = MooncakeClient(self.tier)
+        client = MooncakeClient(self.guest)
         name = ObjectNames(self.config).name(key, 0)
         size: int = client._store.get_size(name)
         other = np.full(size, 7, np.uint8)
@@ -124,7 +126,7 @@ class Host:
 
     def begin_put(self, keys: list[int]) -> list[int]:
         """Begin to store blocks past the cache, and go no further."""
-        self.begun = MooncakeClient(self.tier)
+        self.begun = MooncakeClient(self.guest)
         names = [ObjectNames(self.config).name(key, 0) for key in keys]
         sizes = [PAGE + 32] * len(keys)
         codes: list[int] = self.begun._store.batch_put_session_start(names, sizes, self.begun._how)

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.remote.cluster import Cluster
+from tests.remote.cluster import Cluster, HostProcess
 
 KEYS = list(range(1, 41))
 
@@ -88,10 +88,16 @@ def test_blocks_in_a_dead_hosts_segment_are_misses(cluster: Cluster) -> None:
     assert other("fetch", KEYS) == 3
     assert other("holds", KEYS[:3])
     third = cluster.host()
-    third("compute", [900])
-    third.until("settled", 1)
-    other.until("fetch", [900], is_=1)
-    assert other("holds", [900])
+    assert any(_shared(third, other, key) for key in range(900, 1300))
+    assert other("stat", "state") == "up"
+
+
+def _shared(one: HostProcess, other: HostProcess, key: int) -> bool:
+    """Compute a block on one, and tell whether the other finds it: it may be placed on the dead."""
+    before = one("stat", "sent_pages") + sum(one("stat", "unsent").values())
+    one("compute", [key])
+    one.until("settled", before + 1)
+    return bool(other("fetch", [key]) == 1 and other("holds", [key]))
 
 
 @pytest.mark.parametrize("peer_to_peer", [False, True], ids=["http", "p2p"])
@@ -109,32 +115,20 @@ def test_a_master_that_is_killed_and_started_again(cluster: Cluster, peer_to_pee
         assert host("holds", [1, 2])
     cluster.master.start()
     for host in (one, other):
-
-        def asked(host=host) -> str:  # type: ignore[no-untyped-def]
-            host("lookup", [77])
-            return str(host("stat", "state"))
-
-        for _ in range(100_000):
-            if asked() == "up":
-                break
-        assert host("stat", "state") == "up"
+        _recovers(host)
         assert host("stat", "degradations") >= 1
-    key = 100
-
-    def shared() -> bool:
-        nonlocal key
-        key += 1
-        one("compute", [key])
-        other("lookup", [key])
-        return bool(other("fetch", [key]) == 1)
-
-    assert any(shared() for _ in range(400))
-    assert other("holds", [key])
+    assert any(_shared(one, other, key) for key in range(100, 500))
     assert other("holds", [1, 2])
 
 
+def _recovers(host: HostProcess) -> None:
+    """Ask for something that nobody has until the store answers again."""
+    while host("lookup", [5]) == 0 and host("stat", "state") != "up":
+        pass  # each order has a time limit, and so has the test
+
+
 def test_a_master_that_hangs_holds_nobody_up(cluster: Cluster) -> None:
-    one = cluster.host(deadline=0.2)
+    one = cluster.host(deadline=0.5)
     one("compute", [1])
     one.until("settled", 1)
     cluster.master.signal(signal.SIGSTOP)
@@ -144,11 +138,7 @@ def test_a_master_that_hangs_holds_nobody_up(cluster: Cluster) -> None:
     assert one("holds", [1, 2])
     one.until("stat", "state", is_="degraded")
     cluster.master.signal(signal.SIGCONT)
-    for _ in range(100_000):
-        one("lookup", [5])
-        if one("stat", "state") == "up":
-            break
-    assert one("stat", "state") == "up"
+    _recovers(one)
 
 
 def test_a_host_starts_before_its_master(cluster: Cluster) -> None:
@@ -158,12 +148,9 @@ def test_a_host_starts_before_its_master(cluster: Cluster) -> None:
     one.until("stat", "state", is_="degraded")
     assert one("fetch", [5]) == 0
     cluster.master.start()
-    for _ in range(100_000):
-        one("lookup", [5])
-        if one("stat", "state") == "up":
-            break
+    _recovers(one)
     one("compute", [2])
-    one.until("lookup", [2], is_=1)
+    one.until("stat", "sent_pages", is_=1)
     assert one("holds", [1, 2])
 
 
@@ -178,7 +165,6 @@ def test_a_full_store_refuses_or_evicts_and_serves_on(cluster: Cluster) -> None:
     assert one("stat", "state") == "up"
     found = other("fetch", many)
     assert other("holds", many[:found])
-    assert found == len([key for key in many[:found] if key])
 
 
 def test_a_value_that_was_changed_is_never_served(cluster: Cluster) -> None:
@@ -218,7 +204,7 @@ def test_two_writers_of_one_key(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("first", ["writer", "reader", "master"])
 def test_they_end_in_any_order(cluster: Cluster, first: str) -> None:
-    writer, reader = cluster.host(deadline=0.3), cluster.host(deadline=0.3)
+    writer, reader = cluster.host(), cluster.host()
     writer("compute", KEYS)
     writer.until("settled", len(KEYS))
     assert reader("fetch", KEYS) == len(KEYS)

@@ -167,11 +167,11 @@ class KvtierL2Adapter(L2AdapterInterface):
         with self._lock:
             good = [entry.key for place, entry in enumerate(entries) if place not in failures]
             stored = [(self._keys[name], self._sizes[name]) for name in good]
-            self._drop(entry.key for entry in self._slots.settle(entries, events))
-        if stored:
+        if stored:  # told before they can be found and give way, which is told, too
             self._notify_keys_stored([key for key, _ in stored], [size for _, size in stored])
         nbytes = sum(size for _, size in stored)
         with self._lock:
+            self._drop(entry.key for entry in self._slots.settle(entries, events))
             self._stores[task] = L2StoreResult(complete and not failures, nbytes)
         os.eventfd_write(self._store_fd, 1)
 
@@ -187,7 +187,7 @@ class KvtierL2Adapter(L2AdapterInterface):
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
         """Look objects up, and keep each that is there until `submit_unlock`."""
-        found = Bitmap(len(keys))
+        found, back = Bitmap(len(keys)), []
         with self._lock:
             self._check_open()
             for place, key in enumerate(keys):
@@ -195,8 +195,13 @@ class KvtierL2Adapter(L2AdapterInterface):
                 if held := self._slots.hold([name]):
                     self._locks.setdefault(name, []).extend(held)
                     found.set(place)
+                    if name not in self._keys:  # since a restart: LMCache knows of it from now on
+                        self._keys[name] = key
+                        back.append((key, self._sizes[name]))
             task = next(self._tasks)
             self._lookups[task] = found
+        if back:
+            self._notify_keys_stored([key for key, _ in back], [size for _, size in back])
         os.eventfd_write(self._lookup_fd, 1)
         return task
 

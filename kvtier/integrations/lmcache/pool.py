@@ -129,8 +129,6 @@ class HostMemPool(TensorMemoryAllocator):
                 raise
             self._tell(error)
             return None
-        for made in objects:
-            made.parent_allocator = self
         self._count()
         return objects
 
@@ -150,7 +148,8 @@ class HostMemPool(TensorMemoryAllocator):
         meta = MemoryObjMetadata(
             shapes[0], dtypes[0], start, size, 1, fmt=fmt, shapes=shapes, dtypes=dtypes
         )
-        # Without a parent: one that is dropped before all of a batch are there frees nothing.
+        # LMCache's mixed allocator, in front of this, makes itself the parent. One that is dropped
+        # before, since others of its batch could not be had, frees nothing.
         return TensorMemoryObj(data, meta, None)
 
     def _give_back(self, blocks: list[tuple[int, int]]) -> None:

@@ -251,6 +251,12 @@ class PageStore:
                 self._slots.lose(self._slots.hold(self._pieces))
                 self._pieces.clear()
 
+    @property
+    def used(self) -> int:
+        """Slots that hold a piece, or are about to."""
+        with self._changed:
+            return len(self._pieces)
+
     def stats(self) -> SlotIOStats:
         """Say what was moved and what went wrong so far; also of a closed store."""
         return self._slots.stats()
