@@ -149,9 +149,10 @@ def test_no_range_crosses_registrations_that_were_made_while_it_waited(spawn: Sp
 
 
 def test_ranges_are_aligned_where_registrations_are_not() -> None:
-    with HostMem(MIB, device="cpu", slot_size=6000, wait=True) as memory:
+    with HostMem(8 * MIB, device="cpu", fill_threads=1, slot_size=6000, wait=True) as memory:
+        assert memory.registrations[1][0] % 256
         ranges = RangeAllocator(memory)
-        held = [ranges.allocate(4000) for _ in range(100)]
+        held = [ranges.allocate(700_000) for _ in range(6)]
         assert {each.address % 256 for each in held} == {0}
         for each in held:
             each.release()

@@ -255,6 +255,23 @@ def test_memory_that_the_driver_refuses_serves_all_the_same() -> None:
         at.close()
 
 
+@pytest.mark.parametrize("lends", [True, False])
+def test_small_pages_of_tensors_that_are_lent_go_through_the_copy_kernel(lends: bool) -> None:
+    driver = FakeDriver(kernels=True)
+    tensors = Tensors(CudaDevice(0, driver=driver))  # somebody else's, to the other device object
+    device = CudaDevice(0, driver=driver, copy_kernel="64KiB")
+    lent = [one.extent(BLOCKS) for one in tensors.described] if lends else []
+    chunks = ChunkMemory(tensors.described, GROUPS, 1, 24, device=device)
+    transfers = ChunkTransfers(chunks, device, lambda: DONE, lent)
+    with FaultPlan() as plan:
+        transfers.store(0, chunks.places(range(24), (24, 0), (0, 0), range(24)))
+        transfers.wait([0])
+        assert bool(plan.calls("cuLaunchKernel")) is lends
+    transfers.close()
+    assert not len(device.lent_memory.table)
+    tensors.close()
+
+
 def test_an_expedited_load_does_not_queue_behind_others(tier: Callable[..., Tier]) -> None:
     at, slow = tier(), HostEvent()
     at.run("store", [1, 2], [0, 1])

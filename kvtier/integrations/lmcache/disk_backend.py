@@ -230,7 +230,6 @@ class KvtierDiskBackend(StoragePluginInterface):
     def _remove(self, name: Name) -> bool:
         if self._closed or not self._slots.ready(name):
             return False
-        self._slots.release(self._pins.pop(name, ()))
         self._forget(self._slots.lose(self._slots.hold([name])))
         return True
 

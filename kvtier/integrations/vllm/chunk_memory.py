@@ -31,6 +31,10 @@ class BlockTensor:
     page_bytes: int
     """Bytes of a page."""
 
+    def extent(self, blocks: int) -> tuple[int, int]:
+        """Where so many blocks' pages are: (start, nbytes)."""
+        return self.base, self.stride * (blocks - 1) + self.page_bytes
+
     def registration_index(self, addresses: Addresses) -> NDArray[np.int64] | None:
         """Say that copies may go from one page to the next."""
         return None

@@ -10,6 +10,7 @@ from typing import Any
 
 from hostmem import CudaDevice, Device, Event, Stream
 from hostmem.device import DONE
+from hostmem.device.loans import Loan
 from kvtier.integrations.vllm.chunk_memory import ChunkMemory, Places
 from kvtier.transfer.jobs import Dependencies, TransferEvent
 from kvtier.transfer.lane import Lane, Which
@@ -60,14 +61,24 @@ class ChunkTransfers:
         Who copies.
     computed : callable
         Gives an event of all that the engine's stream has been given.
+    lent : iterable of (start, nbytes)
+        The tensors' memory, which small pages then reach by the copy kernel; see `Device.borrow`.
     """
 
-    def __init__(self, memory: ChunkMemory, device: Device, computed: Callable[[], Event]) -> None:
+    def __init__(
+        self,
+        memory: ChunkMemory,
+        device: Device,
+        computed: Callable[[], Event],
+        lent: Iterable[tuple[int, int]] = (),
+    ) -> None:
         self._memory = memory
         self._computed = computed
         self._jobs: dict[int, _Job] = {}
         self._lanes: list[Lane] = []
+        self._loan = Loan()
         try:
+            self._loan = device.borrow(lent)
             for name in ("store", "load", "expedited"):
                 self._lanes.append(Lane(device, f"kvtier-vllm-{name}"))
         except BaseException:
@@ -117,6 +128,7 @@ class ChunkTransfers:
         """Finish what was submitted, and give threads and memory back. Idempotent."""
         for lane in self._lanes:
             lane.close()
+        self._loan.close()
         self._jobs.clear()
         self._memory.close()
 

@@ -55,15 +55,16 @@ class KvtierOffloadingWorker(OffloadingWorker):
             raise ValueError(f"kv_caches: on {sorted(map(str, places))}, not on one GPU or the CPU")
         device = resolve_device("cpu" if place.type == "cpu" else place.index)
         self._tensors = [cache.tensor for cache in kv_caches.tensors]  # keeps their memory
+        tensors = [
+            BlockTensor(
+                cache.tensor.data_ptr(),
+                cache.tensor.stride(0) * cache.tensor.element_size(),
+                cache.page_size_bytes,
+            )
+            for cache in kv_caches.tensors
+        ]
         self._chunks = ChunkMemory(
-            [
-                BlockTensor(
-                    cache.tensor.data_ptr(),
-                    cache.tensor.stride(0) * cache.tensor.element_size(),
-                    cache.page_size_bytes,
-                )
-                for cache in kv_caches.tensors
-            ],
+            tensors,
             [
                 [(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
                 for refs in kv_caches.group_data_refs
@@ -74,7 +75,8 @@ class KvtierOffloadingWorker(OffloadingWorker):
             page_mode=page_mode,
             allow_remote_numa_fallback=allow_remote_numa_fallback,
         )
-        self._transfers = ChunkTransfers(self._chunks, device, behind_torch(device, place))
+        lent = [one.extent(len(t)) for one, t in zip(tensors, self._tensors, strict=True)]
+        self._transfers = ChunkTransfers(self._chunks, device, behind_torch(device, place), lent)
         log.info(
             "KV offloading: %d chunks of %s in host memory, node %s, filled in the background",
             num_chunks, format_size(self._chunks.chunk_bytes), self.memory.node,
