@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         arguments.run(arguments)
-        sys.stdout.flush()  # what cannot be written is told here
+        print(end="", flush=True)  # what cannot be written is told here
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -105,6 +105,8 @@ def _shown(as_json: bool) -> Iterator[tuple[Callable[[FillProgress], None], floa
     """Give what shows how far a fill is, and the seconds between two times."""
     if as_json:
         yield _say, _SAID_EVERY
+    elif sys.stderr is None:  # it was closed, and print() would take the standard output
+        yield lambda progress: None, _SAID_EVERY
     elif sys.stderr.isatty():
         line = LiveLine(sys.stderr)
         try:

@@ -198,17 +198,23 @@ class _Relay:
 def _shut_down_and_resend(number: int) -> None:
     _shut_down()
     _arrivals.closing = False
+    _resend(number, _SENT_AGAIN_AFTER)
+
+
+def _resend(number: int, pause: float) -> None:
+    """Send a signal that is owed, and again after a pause, in seconds, for as long as it is."""
+    if number not in _arrivals.owed:
+        return
     ident = threading.main_thread().ident
     assert ident is not None
-    pause = _SENT_AGAIN_AFTER
-    while number in _arrivals.owed:
-        signal.pthread_kill(ident, number)  # this thread, so that its system call is interrupted
-        if not isinstance(signal.getsignal(number), _Relay):
-            return  # a handler of somebody else, who may count them
-        # One that arrives just before a system call notes the signal and does not interrupt the
-        # call, which may last for ever: until the handler has run, the next one may.
-        time.sleep(pause)
-        pause = min(2 * pause, _SENT_AGAIN_AT_MOST)
+    signal.pthread_kill(ident, number)  # this thread, so that its system call is interrupted
+    if not isinstance(signal.getsignal(number), _Relay):
+        return  # a handler of somebody else, who may count them
+    # One that arrives just before a system call notes the signal and does not interrupt the
+    # call, which may last for ever: until the handler has run, the next one may. In turn with
+    # other signals: the main thread may block this one for long.
+    time.sleep(pause)
+    _shutdowns.post(partial(_resend, number, min(2 * pause, _SENT_AGAIN_AT_MOST)))
 
 
 def close_on_signal(*signals: int) -> Callable[[], None]:

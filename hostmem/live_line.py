@@ -31,7 +31,8 @@ class LiveLine:
                 break
             line += "  " + part
         line = line[:room]
-        self._stream.write(f"\r{line:<{self._width}}")
+        over = min(self._width, room)  # a terminal that became narrower has wrapped the rest
+        self._stream.write(f"\r{line:<{over}}")
         self._stream.flush()
         self._width = len(line)
 

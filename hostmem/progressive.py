@@ -402,7 +402,7 @@ class HostMem(Closable):
         """Set the size: grow in the background, or give back what is past it.
 
         The base and the bytes below the new size stay. Growing returns at once. Shrinking stops the
-        fill within one piece (2 MiB) and one registration, and then takes as long as unregistering
+        fill within one piece (4 MiB) and one registration, and then takes as long as unregistering
         and unmapping what goes. Resizing to the present size retries after a failure. Memory is
         given back by whole registrations; the rest of one that is cut is kept for later growth. One
         that `consolidate` made is registered again as far as the commit unit goes. A released range

@@ -16,9 +16,9 @@ __all__ = ["span"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 try:
-    _nvtx: Any = importlib.import_module("nvtx")  # it is optional, and has no types
-except ImportError:
-    _nvtx = None
+    _annotate: Any = importlib.import_module("nvtx").annotate  # it is optional, and has no types
+except (ImportError, AttributeError):  # a directory of that name can be imported, too
+    _annotate = None
 
 
 def span(message: str, category: str, *, domain: str = "hostmem") -> Callable[[F], F]:
@@ -33,7 +33,7 @@ def span(message: str, category: str, *, domain: str = "hostmem") -> Callable[[F
     domain : str
         ``"hostmem"`` or ``"kvtier"``.
     """
-    if _nvtx is None:
+    if _annotate is None:
         return lambda function: function
-    annotated: Callable[[F], F] = _nvtx.annotate(message, domain=domain, category=category)
+    annotated: Callable[[F], F] = _annotate(message, domain=domain, category=category)
     return annotated

@@ -24,7 +24,7 @@ from kvtier.config_file import load_config
 from kvtier.eviction import POLICIES, make_policy
 from kvtier.levels import default_max_quota
 from kvtier.plan import make_plan
-from kvtier.replay.destination import check_destination
+from kvtier.replay.destination import check_destination, same_destination
 from kvtier.replay.generator import generate, write_trace
 from kvtier.replay.metadata import replay_metadata
 from kvtier.replay.options import ReplayOptions
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:
             raise ValueError(f"unrecognized arguments: {' '.join(unknown)}")
         arguments.run(arguments)
-        sys.stdout.flush()  # here, where a reader that went away is no surprise
+        print(end="", flush=True)  # here, where a reader that went away is no surprise
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
@@ -96,9 +96,11 @@ def _replay(arguments: argparse.Namespace) -> None:
     for flag, path in (("--json", arguments.json), ("--html", arguments.html)):
         if path is not None:
             check_destination(path)
-            if os.path.exists(path) and os.path.samefile(path, arguments.trace):
+            if same_destination(path, arguments.trace):
                 raise ValueError(f"{flag} would replace the trace")
-    if arguments.html is not None and arguments.html == arguments.json:
+    if None not in (arguments.json, arguments.html) and same_destination(
+        arguments.json, arguments.html
+    ):
         raise ValueError("--json and --html name the same file")
     shared = options is not None and options.remote is not None
     if shared and arguments.html is not None:
@@ -116,14 +118,16 @@ def _replay(arguments: argparse.Namespace) -> None:
             from kvtier.replay.engine import replay_bytes
 
             result = replay_bytes(requests, options, progress, recording)
-    if arguments.json is not None:
-        write_json(result, arguments.json)
-    if recording is not None:
-        from kvtier.replay.report import write_report
+    try:
+        if arguments.json is not None:
+            write_json(result, arguments.json)
+        if recording is not None:
+            from kvtier.replay.report import write_report
 
-        command = shlex.join(["python", *sys.orig_argv[1:]])
-        write_report(result, recording, arguments.html, options=options, command=command)
-    print(format_summary(result))
+            command = shlex.join(["python", *sys.orig_argv[1:]])
+            write_report(result, recording, arguments.html, options=options, command=command)
+    finally:  # a file that cannot be written costs nobody the figures
+        _show(format_summary(result))
     if shared:
         from kvtier.replay.shared import format_sharing
 
@@ -133,6 +137,12 @@ def _replay(arguments: argparse.Namespace) -> None:
             f"{result.corrupt_blocks} of {result.verified_blocks} blocks came back with "
             "bytes other than those stored"
         )
+
+
+def _show(text: str) -> None:
+    """Print a text with escapes for what the output cannot encode, such as a file's odd name."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _options(arguments: argparse.Namespace) -> ReplayOptions | None:

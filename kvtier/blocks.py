@@ -21,7 +21,7 @@ from kvtier.events import BlockEvent
 from kvtier.keys import encode_key
 from kvtier.leases import BlockLease, BlockReservation
 from kvtier.page import Page
-from kvtier.remote.client import Connect
+from kvtier.remote.client import Connect, check_installed
 from kvtier.remote.level import RemoteLevel
 from kvtier.storage import TierStorage
 
@@ -85,6 +85,8 @@ class BlockCache(Generic[Key]):
         max_events: int = 0,
         connect: Connect | None = None,
     ) -> None:
+        if storage.config.remote is not None and connect is None:
+            check_installed()
         plan = storage.plan
         if engine is not None and engine.groups != plan.groups:
             raise ValueError("engine: its pages are of another configuration than the storage")
@@ -142,11 +144,18 @@ class BlockCache(Generic[Key]):
         timeout : float, optional
             Seconds to wait for the store, which is not asked while it is degraded; by default, and
             at most, the tier's ``deadline``. When it is over, what is there counts alone.
+
+        Raises
+        ------
+        ValueError
+            ``timeout`` is below 0, or no number.
         """
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout: {timeout!r} seconds; give None for the tier's deadline")
         here = self.match(keys)
         if self._remote is None or here == len(keys):
             return here
-        return here + self._remote.lookup(keys[here:], timeout)
+        return here + self._remote.lookup(keys[here:], here, timeout)
 
     def acquire(self, keys: Sequence[Key]) -> BlockLease[Key]:
         """Lease the leading blocks that are there, and start bringing them to the first level.

@@ -65,6 +65,7 @@ PROTOCOLS = ("tcp", "rdma")
 """How pages travel to a remote store."""
 MODES = ("write-through", "write-back", "read-only")
 """When pages go out to a remote store."""
+_DAY = 86_400  # seconds; longer than anybody waits, and less than any counter of milliseconds
 
 
 class _Checked:
@@ -282,10 +283,10 @@ class RemoteCacheTierConfig(CacheTierConfig):
         When pages go out: as soon as they are computed; when they leave the host level, which there
         must be then; or never.
     deadline : float
-        Seconds after which nobody waits for the store any more.
+        Seconds after which nobody waits for the store any more; at most a day.
     in_flight : int
-        Pages that may be under way, or wait for it, in each direction. Others are not sent, or are
-        misses.
+        Pages that may be under way, or wait for it, in each direction; one of each pool group at
+        least. Others are not sent, or are misses.
     namespace : str
         What decides the bytes of a page and no configuration names: the model, its weights, their
         number format. Processes of different ones share nothing.
@@ -327,23 +328,26 @@ class RemoteCacheTierConfig(CacheTierConfig):
     ) -> None:
         segment = parse_size(local_segment, "remote.local_segment")
         _all([deadline], Real, "remote.deadline")
-        _all([master, metadata, protocol, mode, namespace, devices], str, "remote")
-        values = {
+        text = {
             "master": master,
             "metadata": metadata,
             "protocol": protocol,
+            "mode": mode,
+            "namespace": namespace,
+            "devices": devices,
+        }
+        for name, value in (text if host is None else text | {"host": host}).items():
+            _all([value], str, f"remote.{name}")
+        values = text | {
             "quota": segment,
             "max_quota": segment,
             "replicas": _whole(replicas, "remote.replicas"),
-            "mode": mode,
             "deadline": float(deadline),
             "in_flight": _whole(in_flight, "remote.in_flight"),
-            "namespace": namespace,
             "host": host,
-            "devices": devices,
         }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        for name, setting in values.items():
+            object.__setattr__(self, name, setting)
 
     @property
     def local_segment(self) -> int:
@@ -352,8 +356,8 @@ class RemoteCacheTierConfig(CacheTierConfig):
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the addresses, the numbers and the names."""
-        _, colon, port = self.master.rpartition(":")
-        if not (colon and port.isascii() and port.isdigit()):
+        host, _, port = self.master.rpartition(":")
+        if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
             yield f"remote.master: {self.master!r} is not host:port"
         if self.metadata != "P2PHANDSHAKE" and "://" not in self.metadata:
             yield f"remote.metadata: {self.metadata!r} is no URL, nor 'P2PHANDSHAKE'"
@@ -371,6 +375,10 @@ class RemoteCacheTierConfig(CacheTierConfig):
             yield f"remote.in_flight: {self.in_flight} is below the minimum of 1 page"
         if not (isfinite(self.deadline) and self.deadline > 0):
             yield f"remote.deadline: {self.deadline} s is not above 0 and finite"
+        elif self.deadline > _DAY:
+            yield f"remote.deadline: {self.deadline} s is above the maximum of {_DAY} s"
+        if self.host == "":
+            yield "remote.host: '' names no host; None takes the address towards the master"
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -547,6 +555,11 @@ class KVCacheManagerConfig(_Checked):
             if self.remote.mode == "write-back" and CacheTier.HOST not in tiers:
                 yield "remote.mode: 'write-back' needs a host tier, which pages go out from"
         n_groups = len(group_layouts(self.layers))
+        if self.remote is not None and 0 < self.remote.in_flight < n_groups:
+            yield (
+                f"remote.in_flight: {self.remote.in_flight} is below the minimum of {n_groups} "
+                "pages, one of each pool group"
+            )
         for tier in self.cache_tiers:
             yield from tier.problems()
             grain = grain_of(tier.quota)

@@ -168,7 +168,7 @@ class RemoteStats:
     unsent: dict[str, int]
     """Pages that did not get there, by reason."""
     misses: dict[str, int]
-    """Blocks that were looked for in the store and did not come, by reason."""
+    """Blocks that were looked for in the store and did not come, or not whole, by reason."""
     degradations: int
     """Times that the store did not answer, or too late, and was left alone for a while."""
 

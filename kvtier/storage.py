@@ -94,6 +94,7 @@ class TierStorage(Closable):
         self._closed = False
         self._loans = contextlib.ExitStack()
         self._remote: Callable[[], RemoteStats] | None = None
+        self._close_remote: Callable[[], None] | None = None
         levels: list[Level] = []
         layout = layout_fingerprint(config) + _name_of(config.cold_page_codec)
         with contextlib.ExitStack() as undo:
@@ -166,12 +167,13 @@ class TierStorage(Closable):
         stats : callable
             Gives the figures.
         close : callable
-            Called when the moves have finished and the memory is still there.
+            Called when the moves have finished and the memory is still there; again, where a call
+            was interrupted.
         """
         with self.lock:
             self._check_open()
             self._mover.on_leave, self._remote = on_leave, stats
-            self._loans.callback(close)
+            self._close_remote = close
 
     # ---------------------------------------------------------------------------------- pages
 
@@ -257,7 +259,9 @@ class TierStorage(Closable):
                 if ready is not None:
                     # What is written into bytes that never came is no good either.
                     page.ready = ready if page.ready is DONE else _both(page.ready, ready)
-                page.fences = ()
+                # Of a page that was taken out, the slot may still be read by others.
+                if page.fences:
+                    page.fences = tuple(fence for fence in page.fences if not fence.query())
                 page.origin = None
                 new.setdefault(page.group, []).append(page)
             for group, some in new.items():
@@ -737,6 +741,8 @@ class TierStorage(Closable):
         with self._closing:
             # In this order, and no further where one is interrupted: no memory goes under a copy.
             self._copier.close()
+            if self._close_remote is not None:
+                self._close_remote()
             self._loans.close()
             for level in reversed(self.levels):
                 try:
@@ -753,6 +759,7 @@ class TierStorage(Closable):
         """Close in a forked child, which has neither the memory nor the threads."""
         self.lock = threading.RLock()
         self._meter.lock = self.lock
+        self._remote = None
         self._closed = True
 
     def _check_open(self) -> None:

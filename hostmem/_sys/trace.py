@@ -15,6 +15,8 @@ import functools
 import logging
 import os
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from types import SimpleNamespace
@@ -68,8 +70,11 @@ class _StandardError(logging.Handler):
             os.write(2, f"{self.format(record)}\n".encode(errors="backslashreplace"))
 
 
+_telling = threading.local()  # its ``now`` says that the thread tells of a call
+
 if ON:
     log.setLevel(logging.DEBUG)
+if ON and sys.__stderr__ is not None:  # else descriptor 2 is whatever is opened next
     _handler = _StandardError()
     _handler.setFormatter(logging.Formatter("hostmem %(process)d %(threadName)s: %(message)s"))
     log.addHandler(_handler)
@@ -197,13 +202,19 @@ def played(function: F) -> F:
 def _tell(
     name: str, args: tuple[Any, ...], answer: str, seconds: float | None, words: Words | None
 ) -> None:
+    if getattr(_telling, "now", False):
+        return  # a handler of the application makes calls: telling of them would never end
     named = words or {}
     shown = ", ".join(
         named.get(at, {}).get(arg) or _shown(arg) if isinstance(arg, int) else _shown(arg)
         for at, arg in enumerate(args)
     )
     took = "" if seconds is None else f" <{seconds:.6f} s>"
-    log.debug("%s(%s) = %s%s", name, shown, answer, took)
+    try:
+        _telling.now = True
+        log.debug("%s(%s) = %s%s", name, shown, answer, took)
+    finally:
+        _telling.now = False
 
 
 def _shown(value: Any) -> str:

@@ -39,7 +39,8 @@ def import_known(plugin: str, library: str, known: Sequence[str]) -> Any:
             f"{plugin} needs {library} {wanted}, which cannot be imported: {error}", name=library
         ) from error
     found = module.__version__
-    if not any(f"{found}.".startswith(f"{each}.") for each in known):
+    public, _, _ = found.partition("+")  # what is behind says only who built it
+    if not any(f"{public}.".startswith(f"{each}.") for each in known):
         raise ImportError(
             f"{plugin} knows {library} {wanted}, and {library} {found} is installed: install one "
             f"that it knows, or a release of hostmem that knows {found}",

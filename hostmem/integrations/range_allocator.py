@@ -55,7 +55,8 @@ class RangeAllocator:
     Parameters
     ----------
     memory : HostMem
-        What parts are made of. It may grow at any time, and shrink to where nothing is held.
+        What parts are made of. It may grow at any time, and shrink to where nothing is held;
+        what `HostMem.release` gave back is passed over.
     alignment : int
         Bytes that addresses are multiples of: a power of two.
     timeout : float or None
@@ -119,20 +120,20 @@ class RangeAllocator:
         """
         if nbytes < 1:
             raise ValueError(f"nbytes: {nbytes}; at least 1 byte can be allocated")
+        self.memory.wait_usable(0)  # open; in a forked child, the lock below may be held for ever
         until = None if self._timeout is None else time.monotonic() + self._timeout
         at = 0
         while True:
             span = self._take(nbytes, at)
-            view = None
+            found: NDArray[np.uint8] | int = at
             try:
-                view = self._usable(span[0], nbytes, until)
-                if view is None:
-                    at = self.memory.boundary_after(span[0])
+                found = self._usable(span[0], nbytes, until)
             finally:
-                if view is None:
+                if isinstance(found, int):
                     self._freed.append(span)
-            if view is not None:
-                return HeldRange(view, span, self._freed)
+            if not isinstance(found, int):
+                return HeldRange(found, span, self._freed)
+            at = found
 
     def _take(self, nbytes: int, at: int) -> tuple[int, int]:
         """Take the first free range of so many bytes from ``at`` on; give what is set aside."""
@@ -155,11 +156,27 @@ class RangeAllocator:
             nbytes=nbytes,
         )
 
-    def _usable(self, start: int, nbytes: int, until: float | None) -> NDArray[np.uint8] | None:
-        """Wait for a range and show it; None where it is not all in one registration."""
+    def _usable(
+        self, start: int, nbytes: int, until: float | None
+    ) -> NDArray[np.uint8] | int:
+        """Wait for a range and show it; where it cannot be one, say from where on to look."""
         memory, end = self.memory, start + nbytes
-        if memory.is_usable(start + 1, start) and memory.boundary_after(start) < end:
-            return None
+        for first, size in memory.released:
+            if first < end and start < first + size:
+                return first + size
+        try:
+            return self._waited_for(start, end, until)
+        except ValueError:
+            if memory.is_usable(end, start):
+                raise
+            return start  # a resize or a release took it meanwhile
+
+    def _waited_for(
+        self, start: int, end: int, until: float | None
+    ) -> NDArray[np.uint8] | int:
+        memory, nbytes = self.memory, end - start
+        if memory.is_usable(start + 1, start) and (cut := memory.boundary_after(start)) < end:
+            return cut
         if nbytes > memory.commit_unit and not memory.is_usable(end, start):
             raise HostOOMError(
                 f"no {format_size(nbytes)} are free in one registration of {memory!r}: the fill "
@@ -167,11 +184,11 @@ class RangeAllocator:
                 "commit_unit, or consolidate() when it is filled",
                 nbytes=nbytes,
             )
-        left = None if until is None else max(until - time.monotonic(), 0.0)
+        left = None if until is None else max(0.0, until - time.monotonic())
         memory.wait_usable(end, left, start=start)
         first, last = memory.registration_index(np.array([start, end - 1], np.uint64))
         if first != last or first < 0:
-            return None
+            return memory.boundary_after(start)
         view: NDArray[np.uint8] = memory.view(start, nbytes, timeout=0)
         return view
 

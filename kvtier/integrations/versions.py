@@ -37,7 +37,8 @@ def check_version(plugin: str, engine: str, known: Sequence[str]) -> str:
         raise ImportError(
             f"{plugin} needs {engine} {wanted}, which is not installed", name=engine
         ) from None
-    if not any(f"{found}.".startswith(f"{each}.") for each in known):
+    public, _, _ = found.partition("+")  # what is behind says only who built it
+    if not any(f"{public}.".startswith(f"{each}.") for each in known):
         raise ImportError(
             f"{plugin} knows {engine} {wanted}, and {engine} {found} is installed: install one "
             f"that it knows, or a release of hostmem that knows {found}",

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol, TypeAlias
 
 from kvtier.config import RemoteCacheTierConfig
 
-__all__ = ["Connect", "MooncakeClient", "Refused", "StoreClient", "check_installed", "reason_of"]
+__all__ = [
+    "STRAY",
+    "Connect",
+    "MooncakeClient",
+    "Refused",
+    "StoreClient",
+    "check_installed",
+    "reason_of",
+]
+
+STRAY = -10_000
+"""The code of an object whose read was given up, though it may still be written to its buffers."""
 
 _REASONS = {
+    STRAY: "stray",
     -200: "full",  # no segment has room, or none is mounted
     -600: "refused",  # of another size, or not a range that it knows
     -703: "absent",  # another process is still putting it
@@ -22,6 +35,10 @@ _REASONS = {
     -900: "master",
     -901: "master",
 }
+
+
+_PATIENCE = 59.0
+"""Seconds, a little less than those after which the engine leaves a transfer to itself."""
 
 
 def reason_of(code: int) -> str:
@@ -51,7 +68,7 @@ class StoreClient(Protocol):
     def get(
         self, names: Sequence[str], buffers: list[list[int]], sizes: list[list[int]]
     ) -> list[int]:
-        """Read objects; the bytes of each, or a negative code."""
+        """Read objects; the bytes of each, or a negative code: `STRAY` if it may still come."""
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects, also those that somebody has just read."""
@@ -148,8 +165,11 @@ class MooncakeClient:
         self, names: Sequence[str], buffers: list[list[int]], sizes: list[list[int]]
     ) -> list[int]:
         """Read objects; the bytes of each, or a negative code."""
+        began = time.monotonic()
         codes: list[int] = self._store.batch_get_into_multi_buffers(list(names), buffers, sizes)
-        return codes
+        if time.monotonic() - began < _PATIENCE:
+            return codes
+        return [code if code >= 0 else STRAY for code in codes]
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects, also those that somebody has just read."""

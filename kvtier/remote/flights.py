@@ -18,7 +18,7 @@ class Flight(Event):
     as one that does not have them.
     """
 
-    __slots__ = ("_clock", "_landed", "end", "pages")
+    __slots__ = ("_clock", "_landed", "asked", "end", "pages")
 
     def __init__(self, pages: int, end: float, clock: Callable[[], float]) -> None:
         self._landed = threading.Event()
@@ -27,6 +27,8 @@ class Flight(Event):
         """How many."""
         self.end = end
         """When nobody waits any more, on the clock."""
+        self.asked = False
+        """Whether it is the store that is waited for, and not something here."""
 
     @property
     def left(self) -> float:
@@ -100,7 +102,6 @@ class Flights:
             self._pages -= flight.pages
 
     def overdue(self) -> bool:
-        """Tell whether the oldest flight is past its deadline."""
+        """Tell whether the store has a flight that is past its deadline."""
         with self._lock:
-            oldest = next(iter(self._under_way), None)
-        return oldest is not None and oldest.left == 0
+            return any(flight.asked and flight.left == 0 for flight in self._under_way)

@@ -28,6 +28,7 @@ class Health:
         self._lock = threading.Lock()
         self._pause = _FIRST
         self._again: float | None = None  # when to try again; None while all is well
+        self._trying = False
         self._proven = False
         self.degradations = 0
         """Times that it stopped answering."""
@@ -47,6 +48,7 @@ class Health:
             if (now := self._clock()) < self._again:
                 return False
             self._again = now + self._pause  # whoever got this far tries for all
+            self._trying = True
             return True
 
     def answered(self) -> None:
@@ -55,15 +57,22 @@ class Health:
             if self._again is not None:
                 log.warning("the remote store answers again")
             self._again, self._pause, self._proven = None, _FIRST, True
+            self._trying = False
 
     def failed(self, why: object) -> None:
-        """Note that the store did not answer, or too late."""
+        """Note that the store did not answer, or too late.
+
+        Calls that were under way together are one failure: the pause gets longer when a try fails.
+        """
         with self._lock:
             if self._again is None:
                 self.degradations += 1
                 log.warning("the remote store is left alone for a while: %s", why)
-            else:
+            elif self._trying:
                 self._pause = min(2 * self._pause, _LONGEST)
+            else:
+                return
+            self._trying = False
             self._again = self._clock() + self._pause
 
     def doubted(self, why: object) -> None:

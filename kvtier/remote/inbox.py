@@ -19,7 +19,7 @@ from hostmem.device import DONE
 from kvtier.block import Block, Columns, Key
 from kvtier.block_index import BlockIndex
 from kvtier.page import Page
-from kvtier.remote.client import Refused, StoreClient, reason_of
+from kvtier.remote.client import STRAY, Refused, StoreClient, reason_of
 from kvtier.remote.counts import Counts
 from kvtier.remote.flights import Flight, Flights
 from kvtier.remote.link import Link
@@ -54,8 +54,10 @@ class _Batch(Generic[Key]):
     ranges: Ranges
     blocks: list[Block[Key]]
     flight: Flight
+    here: Mask
+    """Pages that they had already, shape (groups, blocks)."""
     why: dict[Key, str]
-    """Of the blocks that did not come, the reason."""
+    """Of the blocks that did not come, or not whole, the reason."""
 
 
 @dataclass(slots=True)
@@ -107,6 +109,8 @@ class Inbox(Generic[Key]):
             self._trailers.put(Trailers(max(BATCH, self._each)))
         self._calling = threading.Lock()
         self._coming: dict[Key, Flight] = {}  # under the storage's lock
+        self.strays: list[object] = []
+        """Pages, staging slots and trailers that the store may still write to: nobody's."""
         self._closing = threading.Event()
         self._worker = Workers("kvtier-remote-in", 1)
         self._hands = ThreadPoolExecutor(_AT_ONCE, "kvtier-remote-hand")
@@ -131,8 +135,8 @@ class Inbox(Generic[Key]):
         awaited = [self._coming[key] for key in keys if key in self._coming]
         lacking = [
             (key, before + n)
-            for n, key in enumerate(keys)
-            if key not in self._coming and key not in self._index.blocks
+            for n, key in enumerate(dict.fromkeys(keys))
+            if key not in self._coming and not all(self._here(key))
         ]
         fresh = [key for key, _ in lacking]
         if fresh:
@@ -142,19 +146,27 @@ class Inbox(Generic[Key]):
                 self._coming.update(dict.fromkeys(wanted, flight))
                 awaited.append(flight)
                 places = np.array([place for _, place in lacking[: len(wanted)]])
-                self._worker.put(partial(self._fetch, wanted, places, flight))
+                here = np.array([self._here(key) for key in wanted]).T
+                self._worker.put(partial(self._fetch, wanted, places, here, flight))
         return all_of(dict.fromkeys(awaited))
 
-    def lookup(self, keys: Sequence[Key], timeout: float | None) -> int:
-        """Count the leading blocks that the store has; blocks until the deadline at the most.
+    def _here(self, key: Key) -> list[bool]:
+        """Tell which pages of a block the cache has; without the lock, as of just now."""
+        block = self._index.blocks.get(key)
+        pages = () if block is None else block.pages
+        return [page is not None for page in pages] or [False] * len(self._groups)
 
-        Nothing is under way for it in memory of ours, so it does not count as in flight.
+    def lookup(self, keys: Sequence[Key], before: int, timeout: float | None) -> int:
+        """Count the leading blocks that are here or in the store, behind ``before`` that are here.
+
+        Blocks until the deadline at the most. Nothing is under way for it in memory of ours, so it
+        does not count as in flight.
         """
         answer = _Answer()
         flight = self._begin(keys, 0)
         if flight is None:
             return 0
-        self._worker.put(partial(self._look, keys, flight, answer))
+        self._worker.put(partial(self._look, keys, before, flight, answer))
         try:
             flight.synchronize(timeout)
         except TimeoutError:
@@ -176,53 +188,60 @@ class Inbox(Generic[Key]):
 
     # ------------------------------------------------------------------------ on the worker
 
-    def _look(self, keys: Sequence[Key], flight: Flight, answer: _Answer) -> None:
+    def _look(self, keys: Sequence[Key], before: int, flight: Flight, answer: _Answer) -> None:
         def ask(client: StoreClient, _: Ranges) -> None:
-            answer.blocks = self._leading(self._exist(client, keys))
+            there = self._exist(client, keys, flight)
+            named = there.shape[1]
+            for n, key in enumerate(keys[:named]):
+                there[:, n] |= self._here(key)
+            answer.blocks = self._leading(there, np.arange(before, before + named))
 
         self._run(ask, flight)
+        self._flights.end(flight)
 
-    def _fetch(self, keys: list[Key], places: NDArray[np.int_], flight: Flight) -> None:
-        """Fetch the leading ones of blocks, which are in those places of a sequence."""
+    def _fetch(self, keys: list[Key], places: NDArray[np.int_], here: Mask, flight: Flight) -> None:
+        """Fetch what lacks of the leading ones of blocks, in those places of a sequence."""
         why: dict[Key, str] = {}
-        came = 0
+        came: set[Key] = set()
 
         def ask(client: StoreClient, ranges: Ranges) -> None:
-            nonlocal came
-            there = self._exist(client, keys)
-            blocks = self._leading(there)
-            self._show(there, places[:blocks])
+            there = self._exist(client, keys, flight)
+            blocks = self._leading(there | here[:, : there.shape[1]], places)
+            wanted = there[:, :blocks] & ~here[:, :blocks]
+            self._show(wanted, places[:blocks])
             brought = []
             for first in range(0, blocks, self._each):
                 end = min(first + self._each, blocks)
-                got = _Batch(client, ranges, [Block(key) for key in keys[first:end]], flight, why)
-                brought.append(self._hands.submit(self._bring, got, there[:, first:end]))
+                some = [Block(key) for key in keys[first:end]]
+                got = _Batch(client, ranges, some, flight, here[:, first:end], why)
+                brought.append(self._hands.submit(self._bring, got, wanted[:, first:end]))
             # Each is waited for, also behind one that failed: then nothing of it goes on.
-            came = sum(one.result() for one in brought if one.exception() is None)
+            came.update(*(one.result() for one in brought if one.exception() is None))
             for one in brought:
                 one.result()
             if blocks < len(keys):
-                raise _Stop("absent")
+                raise _Stop("absent" if blocks < there.shape[1] else "unnamed")
 
         refusal = self._run(ask, flight)
         for reason in why.values():
             self._counts.missed(reason)
-        self._counts.missed(refusal or "here", len(keys) - came - len(why))
+        if refusal is not None:  # else no window shows the others
+            self._counts.missed(refusal, len(keys) - len(came | why.keys()))
         with self._storage.lock:
             for key in keys:
                 del self._coming[key]
+        self._flights.end(flight)  # last: who has waited for it may ask for the keys again
 
     def _run(self, ask: Callable[[StoreClient, Ranges], None], flight: Flight) -> str | None:
-        """Ask the store, and say what went wrong; the flight is over."""
+        """Ask the store, and say what went wrong; raises nothing."""
         try:
             if self._closing.is_set():
                 return "closed"
             if flight.left == 0:
                 return "late"
+            flight.asked = True
             client, ranges = self._link.open()
             ask(client, ranges)
-            if flight.left == 0:
-                self._link.health.failed("an answer came later than the deadline")
         except Refused:
             return "master"
         except _Stop as reason:
@@ -235,22 +254,32 @@ class Inbox(Generic[Key]):
             log.exception("blocks could not be fetched from the remote store")
             return "error"
         finally:
-            self._flights.end(flight)
+            flight.asked = False  # what is left to do is ours
         return None
 
-    def _exist(self, client: StoreClient, keys: Sequence[Key]) -> Mask:
-        """Ask for all pages of blocks in one call; shape (groups, blocks)."""
-        names = [self._names.name(key, group) for group in self._groups for key in keys]
+    def _exist(self, client: StoreClient, keys: Sequence[Key], flight: Flight) -> Mask:
+        """Ask for all pages of blocks in one call; shape (groups, blocks that have names)."""
+        names = self._names.leading(keys, 0)
+        if not names:
+            return np.zeros((len(self._groups), 0), np.bool_)
+        keys = keys[: len(names)]
+        names += [self._names.name(key, group) for group in self._groups[1:] for key in keys]
         codes = client.exist(names)
-        self._link.heard(codes)
+        self._link.heard(codes, late=flight.left == 0)
         if codes and all(code < 0 for code in codes):
             raise _Stop(reason_of(codes[0]))
         return np.reshape(np.array(codes) == 1, (len(self._groups), len(keys)))
 
-    def _leading(self, there: Mask) -> int:
-        """Count the leading blocks of which no page is lacking that every sequence needs."""
-        whole: Mask = np.all(there[self._index.windows.whole], axis=0)
-        return len(whole) if whole.all() else int(np.argmin(whole))
+    def _leading(self, there: Mask, places: NDArray[np.int_]) -> int:
+        """Count the leading blocks that can be used, in those places of a sequence."""
+        windows = self._index.windows
+        whole: Mask = np.all(there[windows.whole], axis=0)
+        count = len(whole) if whole.all() else int(np.argmin(whole))
+        if windows.sliding and count:
+            rows = np.ones((int(places[count - 1]) + 1, len(there)), np.bool_)
+            rows[places[:count]] = there[:, :count].T  # those between are here
+            count = int(np.searchsorted(places[:count], windows.usable(rows.tolist(), bool)))
+        return count
 
     def _show(self, there: Mask, places: NDArray[np.int_]) -> None:
         """Leave out the pages that no window shows behind the blocks in those places."""
@@ -260,8 +289,8 @@ class Inbox(Generic[Key]):
                 first, end = windows.stale(group, int(places[-1]) + 1)
                 there[group, : len(places)] &= (places < first) | (places >= end)
 
-    def _bring(self, got: _Batch[Key], wanted: Mask) -> int:
-        """Fetch the wanted pages of some blocks, and let these be found; how many have come."""
+    def _bring(self, got: _Batch[Key], wanted: Mask) -> list[Key]:
+        """Fetch the wanted pages of some blocks, and let these be found; which have come."""
         if got.flight.left == 0:
             raise _Stop("late")
         if self._staging is not None:
@@ -271,51 +300,66 @@ class Inbox(Generic[Key]):
         try:
             good = np.zeros_like(wanted)
             for group, column in enumerate(columns):
-                pages = [page for page in column if page is not None]
-                good[group, wanted[group]] = self._into(got, group, pages)
+                good[group, wanted[group]] = self._into(got, group, column)
             with self._storage.lock:
                 if got.flight.left == 0:
                     raise _Stop("late")
                 entered = True
-                return self._enter(got.blocks, columns, good, DONE)
+                return self._enter(got, columns, good, DONE)
         finally:
             if not entered:
                 self._storage.discard(p for column in columns for p in column if p is not None)
 
-    def _into(self, got: _Batch[Key], group: int, pages: list[Page]) -> Mask:
-        """Read pages of one group into their slots of host memory, once these may be written."""
+    def _into(self, got: _Batch[Key], group: int, column: list[Page | None]) -> Mask:
+        """Read pages of one group into their slots of host memory, once these may be written.
+
+        Those that the store may still write to later are taken out of the column.
+        """
+        pages = [page for page in column if page is not None]
+        if not pages:
+            return np.zeros(0, np.bool_)
         pool = self._storage.levels[0].groups[group].memory.pools[0]
         assert isinstance(pool, MemoryPool)  # as the first level is host memory
         assert isinstance(pool.memory, HostMem)
-        for page in pages:
-            for fence in page.fences:
-                fence.wait_finished()
-        self._storage.wait_usable(pages)
-        addresses = pool.addresses(np.array([page.slot for page in pages], np.int32))
-        if pages and not got.ranges.cover(pool.memory, addresses):
+        slots = np.array([page.slot for page in pages], np.int32)
+        try:
+            for page in pages:
+                for fence in page.fences:
+                    _wait(fence, got.flight)
+            pool.memory.wait_usable((int(slots.max()) + 1) * pool.slot_size, got.flight.left)
+        except TimeoutError:
+            raise _Stop("late") from None
+        addresses = pool.addresses(slots)
+        if not got.ranges.cover(pool.memory, addresses):
             raise _Stop("unregistered")
         named = [page.content for page in pages]
-        return self._read(got, group, cast(list[Key], named), addresses, pool.slot_size)
+        good, stray = self._read(got, group, cast(list[Key], named), addresses, pool.slot_size)
+        for n in np.flatnonzero(stray).tolist():
+            self.strays.append(pages[n])
+            column[column.index(pages[n])] = None
+        return good
 
-    def _through(self, staging: Staging, got: _Batch[Key], wanted: Mask) -> int:
+    def _through(self, staging: Staging, got: _Batch[Key], wanted: Mask) -> list[Key]:
         """Fetch pages into staging, and copy those of blocks that are whole to the hot level."""
         ids = staging.take(int(wanted.sum()))
         if ids is None:
             raise _Stop("busy")
         copies: list[Event] = []
+        slots = np.full(wanted.shape, -1, np.int32)
+        slots[wanted] = ids
+        good, stray = np.zeros_like(wanted), np.zeros_like(wanted)
         try:
             if not got.ranges.add(staging.address, staging.nbytes):
                 raise _Stop("unregistered")
-            slots = np.full(wanted.shape, -1, np.int32)
-            slots[wanted] = ids
-            good = np.zeros_like(wanted)
             for group, mask in enumerate(wanted):
                 pool = staging.pools[group]
                 named = [b.key for b, want in zip(got.blocks, mask, strict=True) if want]
                 pages = pool.addresses(slots[group, mask])
                 keys = cast(list[Key], named)
-                good[group, mask] = self._read(got, group, keys, pages, pool.slot_size)
-            good &= good[self._index.windows.whole].all(axis=0)
+                good[group, mask], stray[group, mask] = self._read(
+                    got, group, keys, pages, pool.slot_size
+                )
+            good &= (good | got.here)[self._index.windows.whole].all(axis=0)
             with self._storage.lock:
                 if got.flight.left == 0:
                     raise _Stop("late")
@@ -329,11 +373,12 @@ class Inbox(Generic[Key]):
                 except BaseException:
                     self._storage.discard(p for c in columns for p in c if p is not None)
                     raise
-                return self._enter(got.blocks, columns, good, None)
+                return self._enter(got, columns, good, None)
         finally:
             for event in copies:
                 event.wait_finished()
-            staging.give(ids)
+            staging.give(slots[wanted & ~stray])
+            self.strays += slots[stray].tolist()
 
     def _new_pages(self, blocks: Sequence[Block[Key]], wanted: Mask) -> Columns:
         """Make pages of the first level for blocks where they are wanted; all or none."""
@@ -356,10 +401,16 @@ class Inbox(Generic[Key]):
         keys: Sequence[Key],
         pages: NDArray[np.uint64],
         nbytes: int,
-    ) -> Mask:
-        """Read pages of one group, and verify them; tell which are what had been stored."""
+    ) -> tuple[Mask, Mask]:
+        """Read pages of one group, and verify them.
+
+        Returns
+        -------
+        (bool array, bool array), shape (pages,)
+            Which are what had been stored; and which may still be written to.
+        """
         if not keys:
-            return np.zeros(0, np.bool_)
+            return np.zeros(0, np.bool_), np.zeros(0, np.bool_)
         names = [self._names.name(key, group) for key in keys]
         trailers = self._trailers.get()
         try:
@@ -369,9 +420,14 @@ class Inbox(Generic[Key]):
             buffers = [list(both) for both in zip(pages.tolist(), behind, strict=True)]
             with self._calling:
                 codes = got.client.get(names, buffers, [[nbytes, TRAILER_BYTES]] * len(names))
-            self._link.heard(codes)
+            self._link.heard(codes, late=got.flight.left == 0)
             came = np.array(codes) == nbytes + TRAILER_BYTES
             good: Mask = came & trailers.believed(names, pages, nbytes)
+            stray: Mask = np.array(codes) == STRAY
+            if stray.any():
+                log.error("%d pages may still come: their slots are not used again", stray.sum())
+                self.strays.append(trailers)
+                trailers = Trailers(max(BATCH, self._each))
         finally:
             self._trailers.put(trailers)
         for key, code in zip(keys, codes, strict=True):
@@ -384,18 +440,24 @@ class Inbox(Generic[Key]):
             for n in wrong:
                 got.why.setdefault(keys[n], "corrupt")
         self._counts.fetched(int(good.sum()), nbytes)
-        return good
+        return good, stray
 
     def _enter(
-        self, blocks: Sequence[Block[Key]], columns: Columns, good: Mask, ready: Event | None
-    ) -> int:
-        """Let the blocks be found that are whole, and free what came in vain; the lock is held."""
-        storage, index = self._storage, self._index
-        whole: Mask = np.all(good[index.windows.whole], axis=0) & np.any(good, axis=0)
-        use = [
-            fine and block.key not in index.blocks
-            for fine, block in zip(whole, blocks, strict=True)
-        ]
+        self, got: _Batch[Key], columns: Columns, good: Mask, ready: Event | None
+    ) -> list[Key]:
+        """Let the blocks be found that are whole, or more so than before; the lock is held.
+
+        What came in vain is freed.
+        """
+        storage, index, blocks = self._storage, self._index, got.blocks
+        use = []
+        for block, came in zip(blocks, good.T, strict=True):
+            key = cast(Key, block.key)
+            here = np.array(self._here(key))
+            whole = bool((came | here)[index.windows.whole].all())
+            use.append(whole and bool((came & ~here).any()))
+            if came.any() and whole and not use[-1]:
+                got.why.setdefault(key, "here")
         vain: list[Page] = []
         kept: Columns = [[] for _ in columns]
         for column, row, mine in zip(columns, good, kept, strict=True):
@@ -410,10 +472,19 @@ class Inbox(Generic[Key]):
         with storage.latch:
             _, held = index.enter(some, kept, keys, index.find(keys), ready)
         storage.release(page for column in held for page in column if page is not None)
-        return int(whole.sum())
+        return keys
 
     def close(self) -> None:
         """Fetch nothing more, and wait for the calls that are under way."""
         self._closing.set()
         self._worker.close()
         self._hands.shutdown()
+
+
+def _wait(fence: Event, flight: Flight) -> None:
+    """Wait for somebody's use of a slot, however it ends; TimeoutError at the deadline."""
+    try:
+        fence.synchronize(flight.left)
+    except Exception:
+        if not fence.query():
+            raise

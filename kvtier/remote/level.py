@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Generic
 
@@ -11,7 +12,7 @@ from kvtier.block_index import BlockIndex
 from kvtier.config import CacheTier, RemoteCacheTierConfig
 from kvtier.page import Page
 from kvtier.plan import cold_page_bytes
-from kvtier.remote.client import Connect, MooncakeClient, check_installed
+from kvtier.remote.client import Connect, MooncakeClient
 from kvtier.remote.counts import Counts
 from kvtier.remote.flights import Flights
 from kvtier.remote.inbox import Inbox
@@ -40,11 +41,6 @@ class RemoteLevel(Generic[Key]):
         The tier.
     connect : callable, optional
         Makes the client of another store than Mooncake's.
-
-    Raises
-    ------
-    ImportError
-        Mooncake's package is not installed.
     """
 
     def __init__(
@@ -54,8 +50,9 @@ class RemoteLevel(Generic[Key]):
         config: RemoteCacheTierConfig,
         connect: Connect | None = None,
     ) -> None:
-        if connect is None:
-            check_installed()
+        self._storage = storage
+        self._pid = os.getpid()
+        self._closed = False
         self._mode = config.mode
         names = ObjectNames(storage.config)
         self._counts = Counts()
@@ -71,11 +68,15 @@ class RemoteLevel(Generic[Key]):
         args = (self._link, names, self._counts)
         self._in = Inbox(storage, index, *args, self._coming, self._staging)
         self._out = Outbox(storage, *args, self._going, self._staging)
-        storage.attach_remote(self._left, self.stats, self.close)
+        try:
+            storage.attach_remote(self._left, self.stats, self.close)
+        except BaseException:
+            self.close()
+            raise
 
     def stored(self, pages: Iterable[Page | None]) -> None:
         """Note that pages were computed; the caller holds the storage's lock."""
-        if self._mode == "write-through":
+        if self._mode == "write-through" and self._pid == os.getpid():
             self._out.offer([page for page in pages if page is not None])
 
     def _left(self, pages: Sequence[Page]) -> None:
@@ -87,19 +88,33 @@ class RemoteLevel(Generic[Key]):
         """Begin to fetch blocks; see `Inbox.fetch`."""
         return self._in.fetch(keys, before)
 
-    def lookup(self, keys: Sequence[Key], timeout: float | None = None) -> int:
-        """Count the leading blocks that the store has; see `Inbox.lookup`."""
-        return self._in.lookup(keys, timeout)
+    def lookup(self, keys: Sequence[Key], before: int, timeout: float | None = None) -> int:
+        """Count the leading blocks that the store has; see `Inbox.lookup`.
+
+        A forked child has neither the threads nor the connection, and finds none.
+        """
+        return self._in.lookup(keys, before, timeout) if self._pid == os.getpid() else 0
 
     def stats(self) -> RemoteStats:
         """Give the figures of this moment."""
         health = self._link.health
-        return self._counts.stats(health.state, health.degradations)
+        state = "closed" if self._closed else health.state
+        return self._counts.stats(state, health.degradations)
 
     def close(self) -> None:
         """Wait for the calls that are under way, and leave the store. Idempotent."""
+        if self._closed:
+            return
         self._in.close()
         self._out.close()
-        self._link.close()
-        if self._staging is not None:
+        ended = self._link.close()
+        self._closed = True
+        if self._in.strays and not ended:  # what may still be written to must stay mapped
+            self._storage.latch.close(RuntimeError("a store that was left may write to its slots"))
+            _left_to_it.append(self._staging)
+        elif self._staging is not None:
             self._staging.close()
+
+
+_left_to_it: list[Staging | None] = []
+"""Memory that is never given back."""

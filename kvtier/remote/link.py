@@ -65,16 +65,18 @@ class Link:
             assert self._ranges is not None  # made with the client
             return self._client, self._ranges
 
-    def heard(self, codes: Sequence[int]) -> None:
-        """Note the answer to a call: whether it came from the store, or says that none came."""
+    def heard(self, codes: Sequence[int], *, late: bool = False) -> None:
+        """Note the answer to a call: whether it came from the store, in time, or says otherwise."""
         silent = [code for code in codes if code < 0 and reason_of(code) == "master"]
         if codes and len(silent) == len(codes):
             self.health.failed(f"its calls end with code {silent[0]}")
+        elif late:
+            self.health.failed("an answer came later than the deadline")
         else:
             self.health.answered()
 
-    def close(self) -> None:
-        """Leave the store. Nobody may be in a call.
+    def close(self) -> bool:
+        """Leave the store, and tell whether nothing of it goes on. Nobody may be in a call.
 
         Where nobody answers, nobody is told: each range would wait for the deadline, and all
         threads of the process for a dozen seconds. The end of the process sees to it.
@@ -82,13 +84,14 @@ class Link:
         with self._making:
             client, self._client = self._client, None
             if client is None or self._ranges is None:
-                return
+                return client is None
             if client.reachable():
                 self._ranges.close()
                 client.close()
-            else:
-                log.warning("the remote store does not answer: left without telling it")
-                _abandoned.append(client)
+                return True
+            log.warning("the remote store does not answer: left without telling it")
+            _abandoned.append(client)
+            return False
 
 
 _abandoned: list[StoreClient] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import blake2b
 
 from kvtier.config import KVCacheManagerConfig
@@ -46,3 +47,13 @@ class ObjectNames:
             A key that cannot be stored, as `encode_key` says.
         """
         return f"{self._prefix}-{group}-{encode_key(key).hex()}"
+
+    def leading(self, keys: Iterable[object], group: int) -> list[str]:
+        """Give the names of pages, up to the first key that cannot be stored."""
+        names = []
+        for key in keys:
+            try:
+                names.append(self.name(key, group))
+            except (TypeError, ValueError):
+                break
+        return names

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from hostmem import Event, HostMem
+from hostmem import ClosedError, Event, HostMem
 from hostmem.device import DONE
 from kvtier.page import Page
 from kvtier.remote.client import Refused, reason_of
@@ -124,13 +124,19 @@ class Outbox:
         if (flight := self._flights.begin(len(pages))) is None:
             return "busy"
         letter: _Letter | None = None
+        refusal = "busy"
         try:
             letter = self._letter(flight, pages, names)
+        except ClosedError:
+            refusal = "closed"
+        except Exception:  # whoever computed the pages, or makes room, is not to blame
+            log.exception("pages could not be made ready for the remote store")
+            refusal = "error"
         finally:
             if letter is None:
                 self._flights.end(flight)
         if letter is None:
-            return "busy"
+            return refusal
         self._workers.put(partial(self._deliver, letter))
         return None
 
@@ -146,7 +152,10 @@ class Outbox:
             addresses, size = pool.addresses(slots), pool.slot_size
             return _Letter(flight, names, addresses, size, ready, pool.memory, None)
         staging = self._staging
-        if staging is None or level > 0 or (ids := staging.take(len(pages))) is None:
+        if staging is None or level > 0:
+            return None
+        # However much waits to go out, half is left for what comes.
+        if (ids := staging.take(len(pages), staging.count // 2)) is None:
             return None
         try:
             ready = self._storage.copy_out(pages, staging.memory[group], ids, DONE)
@@ -166,6 +175,7 @@ class Outbox:
         except Exception:
             log.exception("pages could not be sent to the remote store")
             unsent = Counter(error=len(letter.names))
+        letter.flight.asked = False  # what is left to do is ours
         self._trailers.put(trailers)
         for reason, pages in unsent.items():
             self._counts.unsent(reason, pages)
@@ -180,12 +190,16 @@ class Outbox:
         flight, total = letter.flight, len(letter.names)
         if self._closing.is_set():
             return Counter(closed=total)
-        client, ranges = self._link.open()
         came = [n for n, event in enumerate(letter.ready) if _arrived(event, flight)]
         unsent = Counter(late=total - len(came))
         if not came:
             return unsent
         names, pages = [letter.names[n] for n in came], letter.pages[came]
+        flight.asked = True
+        client, ranges = self._link.open()
+        held = _view(letter.memory, pages, letter.nbytes, flight)  # until the call returns
+        if held is None:
+            return unsent + Counter(late=len(came))
         if letter.memory is None:
             staging = self._staging
             known = staging is not None and ranges.add(staging.address, staging.nbytes)
@@ -202,9 +216,7 @@ class Outbox:
             if self._closing.is_set():
                 return unsent + Counter(closed=len(came))
             codes = client.put(names, buffers, [[letter.nbytes, TRAILER_BYTES]] * len(came))
-        self._link.heard(codes)
-        if flight.left == 0:
-            self._link.health.failed("pages went out later than the deadline")
+        self._link.heard(codes, late=flight.left == 0)
         unsent.update(reason_of(code) for code in codes if code < 0)
         self._counts.sent(sum(code >= 0 for code in codes), letter.nbytes)
         return +unsent
@@ -213,6 +225,20 @@ class Outbox:
         """Send nothing more, and wait for the calls that are under way."""
         self._closing.set()
         self._workers.close()
+
+
+def _view(
+    memory: HostMem | None, pages: NDArray[np.uint64], nbytes: int, flight: Flight
+) -> NDArray[np.uint8] | None:
+    """Hold the memory of pages, that no shrink takes it from under the store; None: it is late."""
+    if memory is None:
+        return np.empty(0, np.uint8)  # staging does not shrink
+    first, last = int(pages.min()) - memory.address, int(pages.max()) - memory.address
+    try:
+        view: NDArray[np.uint8] = memory.view(first, last + nbytes - first, timeout=flight.left)
+    except (TimeoutError, ValueError):
+        return None  # past the deadline the slots may have gone
+    return view if flight.left else None
 
 
 def _arrived(event: Event, flight: Flight) -> bool:

@@ -58,7 +58,7 @@ class Staging:
 
     def __init__(self, device: Device, page_bytes: tuple[int, ...], most: int) -> None:
         stride = -(-max(page_bytes) // 4096) * 4096
-        self.count = min(most, max(_BYTES // stride, _LEAST))
+        self.count = min(most, max(_BYTES // stride, _LEAST, 4 * len(page_bytes)))
         """Slots that there are."""
         self._memory = StaticHostMem(stride * self.count, device=device)
         self.address, self.nbytes = self._memory.address, self._memory.nbytes
@@ -75,10 +75,10 @@ class Staging:
         """Say how many slots one call should use, that two each way can go on at once."""
         return max(min(most, self.count // 4), 1)
 
-    def take(self, n: int) -> Ids | None:
-        """Take slots; None where not so many are free."""
+    def take(self, n: int, leave: int = 0) -> Ids | None:
+        """Take slots; None where not so many are free, beside those to ``leave``."""
         with self._lock:
-            if n > len(self._free):
+            if n + leave > len(self._free):
                 return None
             taken, self._free[-n:] = self._free[-n:], []
             return np.array(taken, np.int32)

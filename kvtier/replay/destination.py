@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from secrets import token_hex
 
-__all__ = ["check_destination", "write_whole"]
+__all__ = ["check_destination", "same_destination", "write_whole"]
 
 
 def check_destination(path: str | PathLike[str]) -> None:
@@ -38,13 +38,21 @@ def check_destination(path: str | PathLike[str]) -> None:
         raise PermissionError(errno.EACCES, "cannot be written", str(place))
 
 
+def same_destination(path: str | PathLike[str], other: str | PathLike[str]) -> bool:
+    """Tell whether two paths lead to one file, which need not be there yet."""
+    target, second = _target(path), _target(other)
+    return target == second or (
+        target.exists() and second.exists() and target.samefile(second)  # two names of one file
+    )
+
+
 def write_whole(text: str, path: str | PathLike[str]) -> None:
     """Write a text, all or nothing.
 
     Parameters
     ----------
     text : str
-        What to write, in UTF-8.
+        What to write, in UTF-8; bytes of a file's name that are none are written as escapes.
     path : path
         A file to create or replace: a reader sees the old text or the whole new one. A symbolic
         link is followed; a device or pipe is written in place.
@@ -57,12 +65,22 @@ def write_whole(text: str, path: str | PathLike[str]) -> None:
     """
     check_destination(path)
     target = _target(path)
-    if _is_special(target):
-        target.write_text(text, encoding="utf-8")
-        return
-    draft = target.with_name(f".kvtier-{token_hex(8)}{target.suffix}")
+    content = text.encode("utf-8", "backslashreplace")
     try:
-        draft.write_text(text, encoding="utf-8")
+        if _is_special(target):
+            target.write_bytes(content)
+        else:
+            _replace(target, content)
+    except OSError as error:
+        # By the name that was given: nobody knows of the draft.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _replace(target: Path, content: bytes) -> None:
+    """Write a draft beside a file and put it in its place."""
+    draft = target.with_name(f".kvtier-{token_hex(8)}")
+    try:
+        draft.write_bytes(content)
         draft.replace(target)
     except BaseException:
         draft.unlink(missing_ok=True)
@@ -71,6 +89,9 @@ def write_whole(text: str, path: str | PathLike[str]) -> None:
 
 def _target(path: str | PathLike[str]) -> Path:
     """Follow symbolic links to the file that is meant."""
+    given = Path(path)
+    if _is_special(given):
+        return given  # where a link of /dev/stdout to a pipe leads is no path
     return Path(os.path.realpath(path))  # unlike Path.resolve, fails on no loop of links
 
 

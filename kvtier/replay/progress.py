@@ -39,7 +39,8 @@ class Progress:
     def __init__(self, total: int, stream: TextIO | None = None) -> None:
         self._total = total
         self._stream = sys.stderr if stream is None else stream
-        self._due = -inf if self._stream.isatty() else inf
+        # There is no standard error where it was closed.
+        self._due = -inf if self._stream is not None and self._stream.isatty() else inf
         self._start = perf_counter()
         self._line = LiveLine(self._stream)
 

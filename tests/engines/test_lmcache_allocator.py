@@ -149,6 +149,34 @@ def test_another_memorys_object_is_not_taken(allocator: HostMemAllocator) -> Non
     mine.ref_count_down()
 
 
+def test_a_batch_with_another_memorys_object_frees_the_others(allocator: HostMemAllocator) -> None:
+    one, other = (allocator.allocate(SHAPE, DTYPE) for _ in range(2))
+    assert one is not None
+    assert other is not None
+    meta = one.meta.__class__(SHAPE, DTYPE, 0, CHUNK_BYTES, 1, fmt=one.meta.fmt)
+    foreign = TensorMemoryObj(torch.zeros(CHUNK_BYTES, dtype=torch.uint8), meta, None)
+    with pytest.raises(ValueError, match="not of this memory"):
+        allocator.batched_free([one, foreign, other])
+    assert not one.is_valid()
+    assert not other.is_valid()
+    assert allocator.pin_allocator.num_active_allocations == 0
+
+
+def test_nobody_allocates_while_the_memory_is_checked(
+    allocator: HostMemAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, held = allocator.pin_allocator, []
+    free = pool.address_manager.get_free_size
+
+    def looked_at() -> Any:
+        held.append(pool._lock.locked())
+        return free()
+
+    monkeypatch.setattr(pool.address_manager, "get_free_size", looked_at)
+    assert allocator.memcheck()
+    assert held == [True]
+
+
 def test_a_dropped_object_is_free(allocator: HostMemAllocator) -> None:
     obj = allocator.allocate(SHAPE, DTYPE)
     del obj

@@ -172,6 +172,18 @@ def test_keys_differ_in_tags_and_layers(disk: Callable[..., Disk]) -> None:
     del objs, obj
 
 
+def test_tags_that_look_like_others_are_others(disk: Callable[..., Disk]) -> None:
+    at = disk()
+    mine, theirs = key(1, user="a", team="b"), key(1, user="a@team%b")
+    assert mine.to_string() == theirs.to_string()
+    obj = fill(at.local.allocate(SHAPE, DTYPE, FMT), 1)
+    at.backend.batched_submit_put_task([mine], [obj])
+    obj.ref_count_down()
+    at.written()
+    assert at.backend.contains(mine)
+    assert not at.backend.contains(theirs)
+
+
 def test_the_same_key_twice_is_one_object(disk: Callable[..., Disk]) -> None:
     at = disk()
     at.store(1, 1)
@@ -330,6 +342,39 @@ def test_a_failing_allocation_holds_nothing(
     assert at.objects == 0
     at.store(3, 4)  # the old ones can give way
     assert at.there(1, 2, 3, 4) == [False, False, True, True]
+
+
+def test_a_put_without_memory_for_a_copy_holds_nothing(
+    disk: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = disk(slots=1, max_pending=CHUNK_BYTES)
+    short = torch.Size((2, 4, 5, 64))
+    obj = fill(at.local.allocate(short, DTYPE, FMT), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtier.integrations.lmcache.slot_memory.np.empty", _no_memory)
+        with pytest.raises(MemoryError):
+            at.backend.batched_submit_put_task([key(1)], [obj])
+    obj.ref_count_down()
+    assert at.objects == 0
+    assert not at.backend.exists_in_put_tasks(key(1))
+    at.store(1, shape=short)
+    assert at.got(1) == [True]
+
+
+def _no_memory(*_: Any) -> None:
+    raise MemoryError("no")
+
+
+def test_a_backend_that_cannot_be_made_leaves_its_file(
+    disk: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtier.integrations.lmcache.disk_backend.Workers", _no_memory)
+        with pytest.raises(MemoryError):
+            disk(persist=True)
+    at = disk(persist=True)
+    at.store(1)
+    assert at.got(1) == [True]
 
 
 # ------------------------------------------------------------------------------------ non-blocking

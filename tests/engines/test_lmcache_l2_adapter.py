@@ -271,6 +271,44 @@ def test_what_cannot_be_read_is_forgotten_and_that_is_told(l2: Callable[..., L2]
     assert at.store(1, 2, 3, 4).is_successful()
 
 
+def test_without_memory_for_a_copy_nothing_is_held(
+    l2: Callable[..., L2], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = l2(slots=1)
+    short = torch.Size((2, 4, 5, 64))
+
+    def no_memory(*_: Any) -> None:
+        raise MemoryError("no")
+
+    for store in (True, False):
+        (obj,) = at.objects(1, short)
+        submit = at.adapter.submit_store_task if store else at.adapter.submit_load_task
+        with monkeypatch.context() as patch:
+            patch.setattr("kvtier.integrations.lmcache.slot_memory.np.empty", no_memory)
+            with pytest.raises(MemoryError):
+                submit(keys(1), [obj])
+        obj.ref_count_down()
+        assert at.store(1 + store).is_successful()  # in the only slot
+        assert at.there(1, 2) == [not store, store]
+        at.adapter.delete(keys(2))
+        assert at.store(1).is_successful()
+
+
+def test_a_lookup_that_is_overtaken_by_the_close_says_nothing(tmp_path: Path) -> None:
+    first = L2(tmp_path, persist=True)
+    first.store(1)
+    first.close()
+    at = L2(tmp_path, persist=True)
+
+    class Closes(Listener):
+        def on_l2_keys_stored(self, keys: Any, sizes: Any) -> None:
+            at.adapter.close()
+
+    at.adapter.register_listener(Closes())
+    at.adapter.submit_lookup_and_lock_task(keys(1), {})
+    at.close()
+
+
 def test_salts_are_counted_apart(l2: Callable[..., L2]) -> None:
     at = l2()
     at.stored = at.objects(2)

@@ -160,6 +160,16 @@ def test_indices_that_are_too_few_move_nothing(build: Build) -> None:
     assert storage.batch_exists(KEYS) == 0
 
 
+@pytest.mark.parametrize("first", [-1, 15 * PAGE + 1, 16 * PAGE])
+def test_indices_outside_the_pool_move_nothing(build: Build, first: int) -> None:
+    storage = build()
+    storage.batch_set_v1(KEYS[:1], indices(0))
+    outside = torch.arange(first, first + PAGE)
+    assert storage.batch_get_v1(KEYS[:1], outside) == [False]
+    assert storage.batch_set_v1(KEYS[1:2], outside) == [False]
+    assert storage.batch_get_v1(KEYS[:1], indices(15)) == [True]
+
+
 def test_a_full_file_keeps_what_was_used_last(build: Build) -> None:
     pool = mha_pool(pages=64)
     storage = build({"kv": pool}, quota=8 * 24576)  # eight pages
@@ -470,6 +480,7 @@ def test_without_pools_the_first_page_says_the_size(build: Build) -> None:
     storage = build({})
     assert not storage.exists(KEYS[0])
     assert storage.get(KEYS[0], flat(5000)) is None
+    assert not storage.set(KEYS[0], flat(0))
     assert storage.set(KEYS[0], flat(5000))
     assert not storage.set(KEYS[1], flat(6000))
     assert storage.get(KEYS[0], flat(5000, 0)).unique().tolist() == [1]

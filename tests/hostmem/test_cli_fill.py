@@ -217,6 +217,31 @@ def test_a_line_that_does_not_fit_loses_its_last_parts(terminal: Terminal) -> No
     assert second == f"{'short':<72}\n"
 
 
+def test_a_terminal_that_became_narrower_is_not_wrapped(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = LiveLine(terminal.stream)
+    line.draw(["x" * 60])
+    for columns in (20, 2, 1):
+        monkeypatch.setattr(os, "get_terminal_size", lambda _, n=columns: os.terminal_size((n, 1)))
+        line.draw(["short", "y" * 60])
+    assert terminal.shown().split("\r")[2:] == [f"{'short':<19}", "s", ""]
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_stream_that_is_closed_is_no_error(child: Child, closed: int) -> None:
+    done = child(
+        f"""
+        import os, sys
+        os.close({closed})
+        os.execv(sys.executable, [sys.executable, "-m", "hostmem", *{FILL}])
+        """
+    )
+    assert done.returncode == 0
+    assert ("filled:" in done.stderr) == (closed == 1)
+    assert done.stdout.startswith("4 MiB filled in ") == (closed == 2)
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(5.6, "6 s"), (125, "2:05"), (3725, "1:02:05")])
 def test_a_clock_shows_durations(seconds: float, text: str) -> None:
     assert clock(seconds) == text

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hostmem import HostMem, HostOOMError
+from hostmem import HostMem, HostOOMError, filler
 from hostmem.fill_threads import Populating, bind_to, fill_thread_budget
 from hostmem.testing import FaultPlan, Hold
 from tests.threads import Spawn, Until
@@ -72,11 +72,12 @@ def test_threads_run_where_they_are_bound(spawn: Spawn) -> None:
     assert spawn(bound).result() == {cpu}
 
 
-def test_slots_may_be_larger_than_what_is_populated_ahead() -> None:
-    slot = 96 * MIB
-    with HostMem(2 * slot, device="cpu", slot_size=slot) as memory:
-        memory.wait_usable(2 * slot, 60)
-        assert memory.registrations == [(0, slot), (slot, slot)]
+def test_slots_may_be_larger_than_what_is_populated_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filler, "_AHEAD", 4 * MIB)
+    slot = 12 * MIB
+    with HostMem(6 * slot, device="cpu", slot_size=slot) as memory:
+        memory.wait_usable(6 * slot, 20)
+        assert memory.registrations == [(n * slot, slot) for n in range(6)]
 
 
 def populating() -> list[str]:

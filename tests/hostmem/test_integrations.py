@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hostmem.integrations.known as known
-from hostmem import HostMem, HostOOMError, RegistrationError
+from hostmem import ClosedError, HostMem, HostOOMError, RegistrationError
 from hostmem.integrations.range_allocator import HeldRange, RangeAllocator
 from hostmem.testing import FaultPlan
 
@@ -212,6 +212,52 @@ def test_growing_memory_makes_room_and_shrunk_memory_has_none() -> None:
         first.release()
 
 
+@pytest.mark.parametrize("released", [0, 1])  # where the range would begin, and where it would end
+def test_what_was_released_in_the_middle_is_passed_over(released: int) -> None:
+    with HostMem(4 * MIB, device="cpu", commit_unit=MIB, wait=True) as memory:
+        memory.consolidate()
+        ranges = RangeAllocator(memory)
+        first = ranges.allocate(released * MIB - KIB) if released else None
+        memory.release(released * MIB, MIB)
+        held = ranges.allocate(4 * KIB)
+        assert offset(held, memory) == (released + 1) * MIB
+        memory.recommit(released * MIB, MIB)
+        again = ranges.allocate(4 * KIB)
+        assert offset(again, memory) < (released + 1) * MIB
+        for each in (held, again, first):
+            if each is not None:
+                each.release()
+        assert ranges.free == [(0, 4 * MIB)]
+
+
+def test_a_resize_that_takes_what_is_waited_for_leaves_no_room(spawn: Spawn, until: Until) -> None:
+    with HostMem(4 * MIB, MIB, device="cpu", wait=True) as memory, FaultPlan() as plan:
+        hold = plan.hold(POPULATE)
+        memory.resize(4 * MIB)
+        hold.wait_reached()
+        ranges = RangeAllocator(memory)
+        low = ranges.allocate(MIB)
+        waits = spawn(ranges.allocate, KIB)
+        until(lambda: memory.waiting == 1)
+        shrinks = spawn(memory.resize, MIB)
+        until(lambda: memory.waiting == 0)
+        with pytest.raises(HostOOMError):
+            waits.result()
+        hold.release()
+        shrinks.result()
+        low.release()
+        assert ranges.free == [(0, MIB)]
+
+
+@pytest.mark.parametrize("nbytes", [1, 2 * MIB, 8 * MIB])  # more than a unit, and than there is
+def test_closed_memory_says_that_it_is_closed(nbytes: int) -> None:
+    memory = HostMem(4 * MIB, device="cpu", commit_unit=MIB)
+    ranges = RangeAllocator(memory)
+    memory.close()
+    with pytest.raises(ClosedError):
+        ranges.allocate(nbytes)
+
+
 def test_memory_is_not_closed_under_a_range() -> None:
     memory = HostMem(MIB, device="cpu")
     held = RangeAllocator(memory).allocate(KIB)
@@ -257,6 +303,45 @@ def test_held_ranges_never_overlap_and_all_comes_back(steps: list[tuple[int, int
         assert ranges.free == [(0, 64 * KIB)]
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 9), st.integers(1, MIB)), max_size=60),
+    held_at=st.integers(1, 3),
+    alignment=st.sampled_from([1, 64, 256, 4096]),
+)
+def test_while_the_fill_is_held_nothing_is_handed_out_twice_or_too_soon(
+    steps: list[tuple[int, int]], held_at: int, alignment: int
+) -> None:
+    with (
+        FaultPlan() as plan,
+        HostMem(8 * MIB, MIB, device="cpu", commit_unit=MIB, fill_threads=1, wait=True) as memory,
+    ):
+        hold = plan.hold(POPULATE, at=held_at)
+        memory.resize(8 * MIB)
+        hold.wait_reached()
+        ranges = RangeAllocator(memory, alignment=alignment, timeout=0)
+        held: list[tuple[HeldRange, int]] = []
+        for number, (which, nbytes) in enumerate(steps, 1):
+            if which < 4 and held:
+                held.pop(which % len(held))[0].release()
+                continue
+            try:
+                made = ranges.allocate(nbytes)
+            except (HostOOMError, TimeoutError):
+                continue
+            start = offset(made, memory)
+            assert memory.is_usable(start + nbytes, start)
+            assert memory.same_registration(start, start + nbytes - 1)
+            assert made.address % alignment == 0
+            memory.view(start, nbytes)[:] = number
+            held.append((made, number))
+        for made, number in held:
+            assert (memory.view(offset(made, memory), made.nbytes) == number).all()
+            made.release()
+        hold.release()
+        assert ranges.free == [(0, 8 * MIB)]
+
+
 # ------------------------------------------------------------------------------------ versions
 
 
@@ -266,7 +351,7 @@ def library(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setitem(sys.modules, "some_library", module)
 
 
-@pytest.mark.parametrize("found", ["1.2", "1.2.7", "14.0"])
+@pytest.mark.parametrize("found", ["1.2", "1.2.7", "14.0", "1.2+cu13"])
 def test_a_known_version_is_taken(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     library(monkeypatch, found)
     module = known.import_known("ours", "some_library", ["1.2", "14"])

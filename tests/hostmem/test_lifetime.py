@@ -374,6 +374,39 @@ def test_a_signal_that_came_just_before_a_system_call_is_sent_until_it_is_seen(
     assert (done.stderr, done.returncode) == ("", -signal.SIGTERM)
 
 
+def test_a_signal_that_is_blocked_does_not_keep_others_from_their_effect(child: Child) -> None:
+    done = child(
+        START
+        + MEMORY
+        + """
+    signal.signal(signal.SIGHUP, lambda *_: say("never"))
+    close_on_signal(signal.SIGHUP, signal.SIGTERM)
+    send(signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    while not memory.closed or lifetime._arrivals.closing:
+        os.sched_yield()
+    other = HostMem("1MiB", device="cpu", wait=True)
+    send()
+    end_of_process()
+    """
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", -signal.SIGTERM)
+
+
+def test_a_signal_that_is_blocked_does_not_keep_the_process_from_its_end(child: Child) -> None:
+    done = child(
+        START
+        + MEMORY
+        + """
+    signal.signal(signal.SIGHUP, lambda *_: say("never"))
+    close_on_signal(signal.SIGHUP)
+    send(signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    """
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
 def test_a_handler_on_top_of_ours_is_sent_the_signal_once(child: Child) -> None:
     done = child(
         START

@@ -127,6 +127,12 @@ def test_a_package_that_does_not_load_is_as_if_it_were_not_there(
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
+def test_a_directory_of_that_name_is_not_the_package(child: Child, tmp_path: Path) -> None:
+    (tmp_path / "nvtx").mkdir()  # where the sources of NVTX lie, for example
+    done = child("import hostmem, kvtier; print('imported')")
+    assert (done.stdout, done.stderr) == ("imported\n", "")
+
+
 @pytest.mark.skipif(find_spec("nvtx") is not None, reason="the package nvtx is installed")
 def test_without_the_package_a_function_stays_itself() -> None:
     def function() -> None: ...

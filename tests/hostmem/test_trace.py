@@ -231,6 +231,47 @@ def test_a_standard_error_that_is_gone_is_no_error(traced: Child) -> None:
     assert (done.returncode, done.stdout) == (0, "True\n")
 
 
+def test_a_standard_error_that_never_was_is_not_a_file_of_somebody(traced: Child) -> None:
+    done = traced(
+        """
+        import os, sys
+        code = (
+            "import os; assert os.open('file', os.O_RDWR | os.O_CREAT) == 2;"
+            "from hostmem._sys import linux; linux.reserve(4096, 4096)"
+        )
+        os.close(2)
+        os.execv(sys.executable, [sys.executable, "-c", f"{code}; print(os.fstat(2).st_size)"])
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "0\n")
+
+
+def test_calls_of_a_handler_are_not_told_to_it(traced: Child) -> None:
+    done = traced(
+        """
+        import logging
+        from hostmem import HostMem
+        from hostmem._sys import linux
+
+        class Eager(logging.Handler):
+            def emit(self, record):
+                told.append(record.args[0])
+                with HostMem("1MiB", device="cpu"):
+                    pass
+
+        told = []
+        logging.getLogger("hostmem").addHandler(Eager())
+        address = linux.reserve(4096, 4096)
+        told.clear()
+        linux.allow(address, 4096)
+        linux.discard(address, 4096)
+        print([name for name in told if name in ("mprotect", "madvise")][:2], told[0])
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith(" mprotect\n")
+
+
 def test_the_driver_is_traced_by_its_names(traced: Child) -> None:
     done = traced(
         """

@@ -166,6 +166,7 @@ def test_a_malformed_line_is_refused_by_its_number(
         ("replay trace.jsonl --metadata-only --html missing/a.html", "no such directory"),
         ("replay trace.jsonl --metadata-only --html trace.jsonl", "would replace the trace"),
         ("replay trace.jsonl --metadata-only --html a --json a", "name the same file"),
+        ("replay trace.jsonl --metadata-only --html a --json ./a", "name the same file"),
         ("replay trace.jsonl --meta", "unrecognized arguments: --meta"),
         ("plan", "required: CONFIG"),
         ("plan missing.toml", "missing.toml: No such file or directory"),
@@ -190,6 +191,23 @@ def test_a_request_that_cannot_be_honoured_is_refused(
         assert message in done.stderr
     assert os.listdir(trace.parent) == ["trace.jsonl"]
     assert trace.read_bytes() == before
+
+
+def test_a_file_that_cannot_be_written_costs_nobody_the_figures(trace: Path) -> None:
+    done = run("replay", trace, "--metadata-only", "--html", "/dev/full", cwd=trace.parent)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "kvtier replay: error: /dev/full: No space left on device\n",
+    )
+    assert "hit rate           50.00%" in done.stdout
+
+
+def test_a_trace_may_have_a_name_that_is_no_text(trace: Path) -> None:
+    odd = trace.rename(os.fsdecode(os.fsencode(trace.parent) + b"/t\xff<b>.jsonl"))
+    done = run("replay", odd, "--metadata-only", "--html", "page", cwd=trace.parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    page = (trace.parent / "page").read_text()
+    assert "<title>Replay of t\\udcff&lt;b&gt;.jsonl</title>" in page
 
 
 def test_the_directory_of_the_json_is_checked_before_the_replay(trace: Path) -> None:

@@ -21,7 +21,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None
     monkeypatch.setattr("kvtier.integrations.versions.version", version)
 
 
-@pytest.mark.parametrize("found", ["0.33.0", "0.33.1", "0.33.0+cpu", "0.33", "0.40.2"])
+@pytest.mark.parametrize("found", ["0.33.0", "0.33.0+cpu", "0.33", "0.33+cpu", "0.40.2"])
 def test_a_known_version_is_taken(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     installed(monkeypatch, {"engine": found})
     assert check_version("plugin", "engine", ["0.33", "0.40"]) == found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import termios
 import tty
 from collections.abc import Iterator
@@ -180,3 +181,9 @@ def test_it_draws_on_standard_error_unless_told_otherwise(
     with Progress(1) as progress:
         progress.update(0)
     assert terminal.shown().startswith("\r0/1 (0%)")
+
+
+def test_without_a_standard_error_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)  # it was closed
+    with Progress(1) as progress:
+        progress.update(1)

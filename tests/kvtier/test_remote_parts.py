@@ -231,6 +231,8 @@ def test_a_flight_is_over_at_its_deadline(clock: Clock, spawn: Spawn) -> None:
     assert flight.query()
     assert flight.error is None
     flight.synchronize()
+    assert not flights.overdue()  # what is waited for is here
+    flight.asked = True
     assert flights.overdue()
     assert flights.room == 6  # it still uses the memory
     flights.end(flight)

@@ -91,6 +91,25 @@ def test_parts_of_other_sizes_come_back_to_their_places(build: Build) -> None:
     assert all((a == b).all() for a, b in zip(source, target, strict=True))
 
 
+def test_no_memory_for_a_copy_leaves_nobody_waiting(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = build()
+    _, places = memory(2, seed=1)
+    shifted = [[place + 1 for place in places[0]]]  # not where direct I/O can be from
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtier.integrations.sglang.direct_memory.mmap.mmap", no_memory)
+        with pytest.raises(MemoryError, match="no"):
+            store.write(["a"], shifted)
+    assert store.used == 0
+    store.clear()
+    assert store.write(["a"], shifted) == [True]
+
+
 def test_a_page_that_lost_one_piece_is_a_miss_and_comes_whole_again(build: Build) -> None:
     store = build()
     source, places = memory(2, seed=1)

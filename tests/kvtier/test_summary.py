@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -17,6 +18,7 @@ from kvtier.replay import (
     format_summary,
     write_json,
 )
+from kvtier.replay.destination import same_destination
 
 BYTES = ReplayResult(
     mode="bytes",
@@ -240,10 +242,10 @@ def test_a_draft_that_cannot_take_its_place_is_taken_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise OSError("the disk is full")
+        raise OSError(errno.ENOSPC, "the disk is full", "a draft")
 
     monkeypatch.setattr(Path, "replace", refuse)
-    with pytest.raises(OSError, match="the disk is full"):
+    with pytest.raises(OSError, match=r"the disk is full: '.*/result\.json'$"):
         write_json(BYTES, tmp_path / "result.json")
     assert os.listdir(tmp_path) == []
 
@@ -270,3 +272,37 @@ def test_a_directory_that_may_not_be_written_is_refused(
 def test_the_check_creates_nothing(tmp_path: Path) -> None:
     check_destination(tmp_path / "result.json")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_name_that_just_fits_is_written(tmp_path: Path) -> None:
+    path = tmp_path / f"a.{'b' * 253}"
+    write_json(BYTES, path)
+    assert path.stat().st_size > 0
+
+
+def test_a_full_device_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="'/dev/full'") as caught:
+        write_json(BYTES, "/dev/full")
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_pipe_is_written_in_place_also_through_a_link_that_is_no_path() -> None:
+    reading, writing = os.pipe()
+    write_json(BYTES, f"/proc/self/fd/{writing}")
+    os.close(writing)
+    with open(reading) as file:
+        assert json.load(file) == BYTES.to_json()
+
+
+def test_one_file_by_two_names_is_the_same_destination(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("later")
+    assert same_destination("./later", "link")
+    assert not same_destination("later", "other")
+    Path("later").touch()
+    Path("hard").hardlink_to("later")
+    Path("other").touch()
+    assert same_destination("hard", tmp_path / "link")
+    assert not same_destination("hard", "other")

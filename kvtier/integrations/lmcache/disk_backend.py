@@ -133,11 +133,17 @@ class KvtierDiskBackend(StoragePluginInterface):
             options["path"], self.slot_size, slots,
             name=name, layout=layout, compression=options.get("compression"),
         )  # fmt: skip
-        there = [(slot, name[:_DIGEST]) for slot, name in file.restored]
-        self._slots: SlotStore[Name] = SlotStore(file, policy, there)
-        self._forms = {
-            name[:_DIGEST]: ObjectForm.decoded(name[_DIGEST:]) for _, name in file.restored
-        }
+        try:
+            there = [(slot, name[:_DIGEST]) for slot, name in file.restored]
+            self._slots: SlotStore[Name] = SlotStore(file, policy, there)
+            self._forms = {
+                name[:_DIGEST]: ObjectForm.decoded(name[_DIGEST:]) for _, name in file.restored
+            }
+            self._writers = Workers("kvtier-lmcache-put", 1)
+            self._readers = Workers("kvtier-lmcache-get", 1)
+        except BaseException:
+            file.close()  # else its threads and its lock stay
+            raise
         self._pins: dict[Name, list[Entry[Name]]] = {}
         self._pending = 0
         self._most_pending = max(pending // self.slot_size, 1)
@@ -146,8 +152,6 @@ class KvtierDiskBackend(StoragePluginInterface):
         self._closed = False
         self._lock = threading.Lock()
         self._closing = threading.Lock()
-        self._writers = Workers("kvtier-lmcache-put", 1)
-        self._readers = Workers("kvtier-lmcache-get", 1)
         _before_close(local_cpu_backend, self.close)
 
     def __str__(self) -> str:
@@ -267,19 +271,24 @@ class KvtierDiskBackend(StoragePluginInterface):
             if form is not None and self._fits(obj):
                 wanted.setdefault(_name(key), (key, obj, form))
         taken = self._take(wanted)
-        transfers = [_Transfer(entry, *wanted[entry.key][:2], self.slot_size) for entry in taken]
-        for transfer in transfers:
-            transfer.memory.fill()
-        names = [_record(entry.key, wanted[entry.key][2]) for entry in taken]
-        with self._lock:
-            if self._closed:
-                self._forget(self._slots.lose(taken))
-            elif transfers:
-                events = self._slots.write(taken, [t.memory.address for t in transfers], names)
-                self._writers.put(partial(self._written, transfers, events, on_complete_callback))
-                return
-        for transfer in transfers:
-            transfer.obj.ref_count_down()
+        submitted = False
+        try:
+            transfers = [_Transfer(e, *wanted[e.key][:2], self.slot_size) for e in taken]
+            for transfer in transfers:
+                transfer.memory.fill()
+            names = [_record(entry.key, wanted[entry.key][2]) for entry in taken]
+            with self._lock:
+                if transfers and not self._closed:
+                    events = self._slots.write(taken, [t.memory.address for t in transfers], names)
+                    written = partial(self._written, transfers, events, on_complete_callback)
+                    self._writers.put(written)
+                    submitted = True
+        finally:
+            if not submitted:  # closed meanwhile, or no memory for a copy
+                with self._lock:
+                    self._pending -= len(taken)
+                    self._forget(self._slots.lose(taken))
+                _let_go(wanted[entry.key][1] for entry in taken)
 
     def _fits(self, obj: MemoryObj) -> bool:
         if obj.get_size() <= self.slot_size:
@@ -453,7 +462,9 @@ class KvtierDiskBackend(StoragePluginInterface):
 
 
 def _name(key: CacheEngineKey) -> Name:
-    return blake2b(key.to_string().encode(), digest_size=_DIGEST).digest()
+    # Not its text alone: tags are whatever a request says, and may look like several there.
+    fields = (key.to_string(), key.tags)
+    return blake2b(repr(fields).encode(), digest_size=_DIGEST).digest()
 
 
 def _record(name: Name, form: ObjectForm) -> bytes:

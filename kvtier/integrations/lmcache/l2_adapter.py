@@ -140,18 +140,23 @@ class KvtierL2Adapter(L2AdapterInterface):
             names = [entry.key + _SIZE.pack(self._sizes[entry.key]) for entry in taken.entries]
         self._tell_deleted(gone)
         complete = taken.complete and len(wanted) == len(set(map(_name, keys)))
-        memories = [SlotMemory(wanted[entry.key][1], self.slot_size) for entry in taken.entries]
-        for memory in memories:
-            memory.fill()
-        with self._lock:
-            if self._closed:
-                self._drop(entry.key for entry in self._slots.lose(taken.entries))
-            self._check_open()
-            task = next(self._tasks)
-            events = self._slots.write(taken.entries, [m.address for m in memories], names)
-            self._writers.put(
-                partial(self._stored, task, taken.entries, memories, events, complete)
-            )
+        submitted = False
+        try:
+            memories = [SlotMemory(wanted[e.key][1], self.slot_size) for e in taken.entries]
+            for memory in memories:
+                memory.fill()
+            with self._lock:
+                self._check_open()
+                task = next(self._tasks)
+                events = self._slots.write(taken.entries, [m.address for m in memories], names)
+                self._writers.put(
+                    partial(self._stored, task, taken.entries, memories, events, complete)
+                )
+                submitted = True
+        finally:
+            if not submitted:  # closed meanwhile, or no memory for a copy
+                with self._lock:
+                    self._drop(entry.key for entry in self._slots.lose(taken.entries))
         return task
 
     def _stored(
@@ -202,7 +207,9 @@ class KvtierL2Adapter(L2AdapterInterface):
             self._lookups[task] = found
         if back:
             self._notify_keys_stored([key for key, _ in back], [size for _, size in back])
-        os.eventfd_write(self._lookup_fd, 1)
+        with self._lock:
+            if self._lookup_fd >= 0:  # else closed meanwhile
+                os.eventfd_write(self._lookup_fd, 1)
         return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -231,8 +238,10 @@ class KvtierL2Adapter(L2AdapterInterface):
                 fits = self._sizes.get(name, 0) <= obj.get_size() <= self.slot_size
                 if name in held or not fits:
                     continue
-                for entry in self._slots.hold([name]):
-                    held[name] = (place, entry, SlotMemory(obj, self.slot_size))
+                if self._slots.ready(name):
+                    memory = SlotMemory(obj, self.slot_size)  # first: it may find no memory
+                    (entry,) = self._slots.hold([name])
+                    held[name] = (place, entry, memory)
             task = next(self._tasks)
             entries = [entry for _, entry, _ in held.values()]
             events = self._slots.read(entries, [memory.address for _, _, memory in held.values()])
@@ -317,8 +326,9 @@ class KvtierL2Adapter(L2AdapterInterface):
             self._slots.close()
             self._writers.close()
             self._readers.close()
-            fds = (self._store_fd, self._lookup_fd, self._load_fd)
-            self._store_fd = self._lookup_fd = self._load_fd = -1
+            with self._lock:  # nobody is writing to one
+                fds = (self._store_fd, self._lookup_fd, self._load_fd)
+                self._store_fd = self._lookup_fd = self._load_fd = -1
             for fd in fds:
                 if fd >= 0:
                     os.close(fd)

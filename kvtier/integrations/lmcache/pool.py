@@ -197,9 +197,20 @@ class HostMemPool(TensorMemoryAllocator):
         allocator_type: str | None = None,
         update_stats: bool = True,
     ) -> None:
-        """Take objects back, each as `free` does."""
+        """Take objects back, each as `free` does; also those behind one that is not from here."""
+        foreign: ValueError | None = None
         for memory_obj in memory_objs:
-            self.free(memory_obj)
+            try:
+                self.free(memory_obj)
+            except ValueError as error:
+                foreign = error
+        if foreign is not None:
+            raise foreign
+
+    def memcheck(self) -> bool:
+        """Tell whether what is free and what is taken are the memory; LMCache logs both."""
+        with self._lock:
+            return super().memcheck()
 
     def close(self) -> None:
         """Make no more objects, and give the memory back with the last one. Idempotent.

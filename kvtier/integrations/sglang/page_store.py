@@ -175,9 +175,15 @@ class PageStore:
             names = [entry.key for entry in taken.entries]
             self._pieces.difference_update(taken.evicted)
             self._pieces.update(names)
-            memory = DirectMemory([places[name] for name in names], self.shape.piece)
-            memory.fill()
-            events = self._slots.write(taken.entries, memory.places, names)
+            try:
+                memory = DirectMemory([places[name] for name in names], self.shape.piece)
+                memory.fill()
+                events = self._slots.write(taken.entries, memory.places, names)
+            except BaseException:  # no memory for a copy: nobody must wait for these
+                self._slots.lose(taken.entries)
+                self._pieces.difference_update(names)
+                self._changed.notify_all()
+                raise
         events.wait_finished()
         with self._changed:
             self._settle(taken.entries, events)

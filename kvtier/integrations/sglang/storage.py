@@ -286,6 +286,10 @@ class KvtierHiCacheStorage(HiCacheStorage):
                 len(keys), name, slots, 0 if indices is None else indices.numel(),
             )  # fmt: skip
             return [False] * len(keys)
+        starts = indices[:: pool.page_size]  # the pool would give addresses outside its memory
+        if int(starts.min()) < 0 or int(starts.max()) + pool.page_size > pool.size:
+            log.error("pages of the host pool %s are to be where it has none: not moved", name)
+            return [False] * len(keys)
         pointers, sizes = pool.get_page_buffer_meta(indices)
         parts = len(store.shape.parts)
         if tuple(sizes[:parts]) != store.shape.parts or len(pointers) != len(keys) * parts:
@@ -356,7 +360,7 @@ class KvtierHiCacheStorage(HiCacheStorage):
     ) -> bool:
         """Have pages in the file, each as one tensor; whether all are there now."""
         given = [None if v is None else v.contiguous() for v in values or [None] * len(keys)]
-        if given and not self._pools and given[0] is not None:
+        if given and not self._pools and given[0] is not None and given[0].nbytes:
             self._open_for(given[0].nbytes)
         return all(self._flat(keys, given, writes=True))
 
