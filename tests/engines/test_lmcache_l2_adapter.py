@@ -280,18 +280,18 @@ def test_without_memory_for_a_copy_nothing_is_held(
     def no_memory(*_: Any) -> None:
         raise MemoryError("no")
 
-    for store in (True, False):
-        (obj,) = at.objects(1, short)
-        submit = at.adapter.submit_store_task if store else at.adapter.submit_load_task
+    at.stored = [fill(obj, 1) for obj in at.objects(1, short)]
+    for submit in (at.adapter.submit_store_task, at.adapter.submit_load_task):
         with monkeypatch.context() as patch:
             patch.setattr("kvtier.integrations.lmcache.slot_memory.np.empty", no_memory)
             with pytest.raises(MemoryError):
-                submit(keys(1), [obj])
-        obj.ref_count_down()
-        assert at.store(1 + store).is_successful()  # in the only slot
-        assert at.there(1, 2) == [not store, store]
-        at.adapter.delete(keys(2))
-        assert at.store(1).is_successful()
+                submit(keys(1), at.stored)
+        if submit == at.adapter.submit_store_task:
+            assert at.finish(submit(keys(1), at.stored)).is_successful()
+            at.stored = at.objects(1, short)
+    at.stored.pop().ref_count_down()
+    assert at.load(1, shape=short) == [True]
+    assert at.store(2).is_successful()  # in the only slot: nobody reads the other
 
 
 def test_a_lookup_that_is_overtaken_by_the_close_says_nothing(tmp_path: Path) -> None:
