@@ -156,9 +156,7 @@ class RangeAllocator:
             nbytes=nbytes,
         )
 
-    def _usable(
-        self, start: int, nbytes: int, until: float | None
-    ) -> NDArray[np.uint8] | int:
+    def _usable(self, start: int, nbytes: int, until: float | None) -> NDArray[np.uint8] | int:
         """Wait for a range and show it; where it cannot be one, say from where on to look."""
         memory, end = self.memory, start + nbytes
         for first, size in memory.released:
@@ -171,9 +169,7 @@ class RangeAllocator:
                 raise
             return start  # a resize or a release took it meanwhile
 
-    def _waited_for(
-        self, start: int, end: int, until: float | None
-    ) -> NDArray[np.uint8] | int:
+    def _waited_for(self, start: int, end: int, until: float | None) -> NDArray[np.uint8] | int:
         memory, nbytes = self.memory, end - start
         if memory.is_usable(start + 1, start) and (cut := memory.boundary_after(start)) < end:
             return cut

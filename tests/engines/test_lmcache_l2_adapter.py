@@ -275,6 +275,7 @@ def test_without_memory_for_a_copy_nothing_is_held(
     l2: Callable[..., L2], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = l2(slots=1)
+    at.adapter._listeners.clear()  # which know no shorter objects
     short = torch.Size((2, 4, 5, 64))
 
     def no_memory(*_: Any) -> None:
@@ -292,6 +293,25 @@ def test_without_memory_for_a_copy_nothing_is_held(
     at.stored.pop().ref_count_down()
     assert at.load(1, shape=short) == [True]
     assert at.store(2).is_successful()  # in the only slot: nobody reads the other
+
+
+def test_a_listener_that_raises_stops_no_task(
+    l2: Callable[..., L2], caplog: pytest.LogCaptureFixture
+) -> None:
+    at = l2()
+
+    class Raises(Listener):
+        def on_l2_keys_stored(self, keys: Any, sizes: Any) -> None:
+            raise RuntimeError("it was not my day")
+
+        def on_l2_keys_accessed(self, keys: Any) -> None:
+            raise RuntimeError("nor mine")
+
+    at.adapter.register_listener(Raises())
+    assert at.store(1).is_successful()
+    assert at.load(1) == [True]
+    assert "it was not my day" in caplog.text
+    assert "nor mine" in caplog.text
 
 
 def test_a_lookup_that_is_overtaken_by_the_close_says_nothing(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from lmcache.v1.memory_management import MemoryObj
 
 __all__ = ["KvtierL2Adapter"]
+
+log = logging.getLogger("kvtier")
 
 Name = bytes
 
@@ -173,7 +176,8 @@ class KvtierL2Adapter(L2AdapterInterface):
             good = [entry.key for place, entry in enumerate(entries) if place not in failures]
             stored = [(self._keys[name], self._sizes[name]) for name in good]
         if stored:  # told before they can be found and give way, which is told, too
-            self._notify_keys_stored([key for key, _ in stored], [size for _, size in stored])
+            known, sizes = [key for key, _ in stored], [size for _, size in stored]
+            _tell(partial(self._notify_keys_stored, known, sizes))
         nbytes = sum(size for _, size in stored)
         with self._lock:
             self._drop(entry.key for entry in self._slots.settle(entries, events))
@@ -266,9 +270,9 @@ class KvtierL2Adapter(L2AdapterInterface):
         for place, memory in good:
             memory.empty()
             found.set(place)
-        self._tell_deleted(gone)
+        _tell(partial(self._tell_deleted, gone))
         if good:
-            self._notify_keys_accessed([keys[place] for place, _ in good])
+            _tell(partial(self._notify_keys_accessed, [keys[place] for place, _ in good]))
         with self._lock:
             self._loads[task] = found
         os.eventfd_write(self._load_fd, 1)
@@ -332,6 +336,14 @@ class KvtierL2Adapter(L2AdapterInterface):
             for fd in fds:
                 if fd >= 0:
                     os.close(fd)
+
+
+def _tell(listeners: Callable[[], None]) -> None:
+    """Call listeners on a thread of ours, which must finish the task whatever they raise."""
+    try:
+        listeners()
+    except Exception:
+        log.exception("a listener of the L2 adapter failed")
 
 
 def _name(key: ObjectKey) -> Name:

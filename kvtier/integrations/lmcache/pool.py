@@ -210,7 +210,8 @@ class HostMemPool(TensorMemoryAllocator):
     def memcheck(self) -> bool:
         """Tell whether what is free and what is taken are the memory; LMCache logs both."""
         with self._lock:
-            return super().memcheck()
+            sound: bool = super().memcheck()
+        return sound
 
     def close(self) -> None:
         """Make no more objects, and give the memory back with the last one. Idempotent.
