@@ -570,7 +570,11 @@ class BlockCache(Generic[Key]):
                     to >= 0 and not is_there(page)
                     for page, to in zip(block.pages, home.tolist(), strict=True)
                 ):
-                    raise KeyError(key if block is None else _lacks(block, home))
+                    raise KeyError(
+                        f"block {key!r} is not here, or not any more: match again"
+                        if block is None
+                        else _lacks(block, home)
+                    )
                 blocks.append(block)
             columns: Columns = [
                 [b.pages[group] if to >= 0 else None for b, to in zip(blocks, home, strict=True)]

@@ -206,10 +206,14 @@ class Mover:
 
     def _no_room(self, level: int, group: int, n: int, short: int) -> OutOfPagesError:
         stats = self._levels[level].groups[group].slots.statistics()
+        why = (
+            f"it has {stats.n_slots}"
+            if n > stats.n_slots
+            else f"too few of the {stats.in_use} pages in its {stats.n_slots} slots may go"
+        )
         return OutOfPagesError(
             f"level {self._levels[level].name}, group {group}: {n} more slots wanted, {short} more "
-            f"than can be freed: too few of the {stats.in_use} pages in its {stats.n_slots} slots "
-            "may go; ask for fewer, release leases, or raise the quota "
+            f"than can be freed: {why}; ask for fewer, release leases, or raise the quota "
             f"({format_size(self._levels[level].quota)})",
             level=level,
             group=group,

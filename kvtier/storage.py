@@ -718,6 +718,8 @@ class TierStorage(Closable):
     @one_line
     def __repr__(self) -> str:
         levels = ", ".join(f"{level.name} {format_size(level.quota)}" for level in self.levels)
+        if (remote := self.config.remote) is not None:
+            levels += f", remote at {remote.master}"
         state = ", closed" if self._closed else ""
         if (reason := self.latch.reason) is not None:
             state += f", corrupted: {type(reason).__name__}"
