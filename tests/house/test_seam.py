@@ -37,7 +37,7 @@ ROWS: dict[str, list[set[str]]] = {
         {"__main__", "integrations", "metrics", "testing"},
     ],
     "kvtier": [
-        {"transfer", "slots", "quota", "plan", "layout", "config", "config_file", "keys"},
+        {"transfer", "slots", "quota", "plan", "layout", "config", "config_file", "keys", "tiers"},
         {"page", "pools", "eviction", "latch", "page_tables"},
         {"levels", "stats"},
         {"records"},
