@@ -273,7 +273,7 @@ def test_more_pages_than_the_level_holds_are_refused(tiers: Tiers) -> None:
     storage = tiers.build(4, 4)
     tiers.new(storage, *range(4))
     before = state(storage)
-    with pytest.raises(OutOfPagesError, match="5 more slots wanted, .* it has 4; ask for fewer"):
+    with pytest.raises(OutOfPagesError, match=r"5 more slots wanted, .* it has 4; ask for fewer"):
         storage.new_pages(list(range(4, 9)), 0)
     assert state(storage) == before
 

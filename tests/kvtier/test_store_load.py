@@ -360,7 +360,7 @@ def test_a_load_of_what_is_not_there_changes_nothing(build: Callable[..., Engine
     engine = build()
     engine.store(0, 1)
     before = engine.state()
-    with pytest.raises(KeyError, match="block 9 is not here, .* match again"):
+    with pytest.raises(KeyError, match=r"block 9 is not here, .* match again"):
         engine.cache.load([0, 9, 1], [0, 1, 2])
     with pytest.raises(ValueError, match="3 of pool group 0 is named twice"):
         engine.cache.load([0, 1], [3, 3])
