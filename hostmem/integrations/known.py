@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-__all__ = ["import_known"]
+__all__ = ["check_known", "import_known", "named"]
 
 
 def import_known(plugin: str, library: str, known: Sequence[str]) -> Any:
@@ -31,19 +31,45 @@ def import_known(plugin: str, library: str, known: Sequence[str]) -> Any:
     ImportError
         The library is not there, or of another version; the message names both versions.
     """
-    wanted = " or ".join(f"{each}.x" for each in known)
     try:
         module = import_module(library)
     except ImportError as error:
         raise ImportError(
-            f"{plugin} needs {library} {wanted}, which cannot be imported: {error}", name=library
+            f"{plugin} needs {library} {named(known)}, which cannot be imported: {error}",
+            name=library,
         ) from error
-    found = module.__version__
+    check_known(plugin, library, module.__version__, known)
+    return module
+
+
+def check_known(plugin: str, name: str, found: str, known: Sequence[str]) -> None:
+    """Refuse a version that a module of ours was not made for.
+
+    Parameters
+    ----------
+    plugin : str
+        Our module, for the message.
+    name : str
+        Of the library.
+    found : str
+        The version that is here.
+    known : sequence of str
+        Leading parts of the versions that our module knows, such as ``"14"``.
+
+    Raises
+    ------
+    ImportError
+        It is none of them; the message names both versions.
+    """
     public, _, _ = found.partition("+")  # what is behind says only who built it
     if not any(f"{public}.".startswith(f"{each}.") for each in known):
         raise ImportError(
-            f"{plugin} knows {library} {wanted}, and {library} {found} is installed: install one "
+            f"{plugin} knows {name} {named(known)}, and {name} {found} is installed: install one "
             f"that it knows, or a release of hostmem that knows {found}",
-            name=library,
+            name=name,
         )
-    return module
+
+
+def named(known: Sequence[str]) -> str:
+    """Name versions by their leading parts, for a message: ``"13.x or 14.x"``."""
+    return " or ".join(f"{each}.x" for each in known)

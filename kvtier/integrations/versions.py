@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-__all__ = ["check_version"]
+from hostmem.integrations.known import check_known, named
+
+__all__ = ["check_version", "on_demand"]
 
 
 def check_version(plugin: str, engine: str, known: Sequence[str]) -> str:
@@ -30,18 +34,33 @@ def check_version(plugin: str, engine: str, known: Sequence[str]) -> str:
     ImportError
         The engine is not installed, or of another version; the message names both versions.
     """
-    wanted = " or ".join(f"{each}.x" for each in known)
     try:
         found = version(engine)
     except PackageNotFoundError:
         raise ImportError(
-            f"{plugin} needs {engine} {wanted}, which is not installed", name=engine
+            f"{plugin} needs {engine} {named(known)}, which is not installed", name=engine
         ) from None
-    public, _, _ = found.partition("+")  # what is behind says only who built it
-    if not any(f"{public}.".startswith(f"{each}.") for each in known):
-        raise ImportError(
-            f"{plugin} knows {engine} {wanted}, and {engine} {found} is installed: install one "
-            f"that it knows, or a release of hostmem that knows {found}",
-            name=engine,
-        )
+    check_known(plugin, engine, found, known)
     return found
+
+
+def on_demand(
+    plugin: str, engine: str, known: Sequence[str], places: Mapping[str, str]
+) -> Callable[[str], Any]:
+    """Make the ``__getattr__`` of a plug-in that imports its engine when a name is asked for.
+
+    Parameters
+    ----------
+    plugin, engine, known
+        As of `check_version`, which comes first.
+    places : mapping of str to str
+        The module below the plug-in that each of its names is in.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {plugin!r} has no attribute {name!r}")
+        check_version(plugin, engine, known)
+        return getattr(import_module(f"{plugin}.{places[name]}"), name)
+
+    return __getattr__

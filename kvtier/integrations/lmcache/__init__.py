@@ -11,10 +11,9 @@ LMCache is imported when the first of these names is asked for, not with this mo
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvtier.integrations.versions import check_version
+from kvtier.integrations.versions import on_demand
 
 if TYPE_CHECKING:
     from kvtier.integrations.lmcache.allocator import HostMemAllocator, install_allocator
@@ -42,9 +41,4 @@ _PLACES = {
     "install_allocator": "allocator",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_version(__name__, "lmcache", KNOWN_VERSIONS)
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+__getattr__ = on_demand(__name__, "lmcache", KNOWN_VERSIONS, _PLACES)

@@ -10,10 +10,9 @@ SGLang is imported when the first of these names is asked for, not with this mod
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvtier.integrations.versions import check_version
+from kvtier.integrations.versions import on_demand
 
 if TYPE_CHECKING:
     from kvtier.integrations.sglang.host_allocator import HostMemTensorAllocator, install
@@ -30,9 +29,4 @@ _PLACES = {
     "install": "host_allocator",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_version(__name__, "sglang", KNOWN_VERSIONS)
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+__getattr__ = on_demand(__name__, "sglang", KNOWN_VERSIONS, _PLACES)

@@ -9,10 +9,9 @@ vLLM is imported when the first of these names is asked for, not with this modul
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvtier.integrations.versions import check_version
+from kvtier.integrations.versions import on_demand
 
 if TYPE_CHECKING:
     from kvtier.integrations.vllm.disk_tier import KvtierDiskTier
@@ -38,9 +37,4 @@ _PLACES = {
     "ProspectCachePolicy": "policy",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_version(__name__, "vllm", KNOWN_VERSIONS)
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+__getattr__ = on_demand(__name__, "vllm", KNOWN_VERSIONS, _PLACES)
