@@ -83,10 +83,11 @@ _ADVICE = {
     _MADV_POPULATE_WRITE: "MADV_POPULATE_WRITE",
 }
 _PAGEMAP_SCAN = 0xC060_6610  # _IOWR('f', 16, struct pm_scan_arg)
-_SYSCALLS = {
+_SYSCALLS_OF = {
     "x86_64": {"mbind": 237, "get_mempolicy": 239, "move_pages": 279, "fallocate": 285},
     "aarch64": {"mbind": 235, "get_mempolicy": 236, "move_pages": 239, "fallocate": 47},
-}.get(platform.machine(), {})
+}
+_SYSCALLS = _SYSCALLS_OF.get(platform.machine(), {})
 _NAMES = {number: name for name, number in _SYSCALLS.items()}
 
 _lib = cast(
