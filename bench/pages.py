@@ -8,19 +8,34 @@ submitted one behind the other until as many bytes are on their way as in the co
 the copy engines), the driver's batch call with the same arrays, and one contiguous copy out of one
 registration, which is the limit. Rates are wall clock from the first submission to the end of the
 last copy; every round compares in itself. The bytes that arrived are compared before.
+
+Then submissions to an idle stream, one at a time: how long ours takes, how much of that is outside
+the driver's functions ("Python"), and what that is beside the time that the driver's batch call
+spends on the same batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.measure import Finding, Table, compare, in_turn, machine_line, spread, write_tables
+from bench.measure import (
+    Finding,
+    Table,
+    compare,
+    in_turn,
+    machine_line,
+    quartiles,
+    spread,
+    write_tables,
+)
 from hostmem import CudaDevice, HostMem, StaticHostMem, resolve_device
 from hostmem.device import CudaMemory
 from hostmem.units import format_size, parse_size
@@ -29,6 +44,8 @@ SIZES = tuple(4096 << shift for shift in (0, 1, 2, 3, 4, 6, 8))
 MOST, MOST_BYTES = 16384, 256 << 20  # of a batch
 CONTIGUOUS = 512 << 20
 ARMS = ("ours", "batch call")
+SUBMISSIONS = 30  # of each batch
+OF_DRIVER = 0.10
 
 Batch = tuple[NDArray[np.uint64], ...]
 
@@ -118,6 +135,85 @@ class Pages:
         return run
 
 
+class Entered:
+    """Functions of the driver in place of themselves, and the seconds spent inside them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            answer = function(*arguments)
+            self.seconds += time.perf_counter() - start
+            return answer
+
+        return enter
+
+    @contextmanager
+    def watching(self, device: CudaDevice) -> Iterator[None]:
+        entries: dict[str, Any] = device.driver._entry  # type: ignore[attr-defined]
+        kept = dict(entries)
+        for name in kept:
+            if name in ("copy", "launch") or name.startswith("batch_"):
+                entries[name] = self.around(kept[name])
+        try:
+            yield
+        finally:
+            entries.update(kept)
+
+
+def submissions(pages: Pages) -> tuple[Table, list[Finding], dict[str, dict[str, list[float]]]]:
+    """Submit every kind of batch to an idle stream, ours and the driver's call in turn."""
+    rows, findings, raw = [], [], {}
+    for size in SIZES:
+        for up in (True, False):
+            batch = pages.batch(size, up)
+            label = f"{format_size(size)} {'up' if up else 'down'}"
+            took: dict[str, list[float]] = {"ours": [], "in the driver": [], "batch call": []}
+            for turn in range(-2, SUBMISSIONS):
+                for name in ARMS:
+                    submit, entered = pages.submission(name, batch), Entered()
+                    with entered.watching(pages.device):
+                        start = time.perf_counter()
+                        submit()
+                        seconds = time.perf_counter() - start
+                    pages.stream.record().synchronize()
+                    if turn < 0:
+                        continue
+                    if name == "ours":
+                        took["ours"].append(seconds)
+                        took["in the driver"].append(entered.seconds)
+                    else:
+                        took["batch call"].append(entered.seconds)
+            raw[label] = took
+            own = [a - b for a, b in zip(took["ours"], took["in the driver"], strict=True)]
+            share = compare(own, took["batch call"])
+            low, high = share.ratio_quartiles
+            rows.append(
+                [
+                    label,
+                    f"{len(batch[2]):,}",
+                    quartiles(took["ours"], 1e3, 3),
+                    quartiles(own, 1e3, 3),
+                    quartiles(took["batch call"], 1e3, 3),
+                    f"{share.ratio:.3f} ({low:.3f}-{high:.3f})",
+                ]
+            )
+            findings.append(
+                Finding(
+                    f"pages of {label}: Python of a submission",
+                    f"{spread(own)[1] * 1e3:.3f} ms",
+                    f"<= {OF_DRIVER:g} of the driver's",
+                    f"its batch call: {share.peer_median * 1e3:.3f} ms",
+                    f"{share.ratio:.3f}",
+                    share.ratio <= OF_DRIVER,
+                )
+            )
+    columns = ["page", "a batch", "ours ms", "Python ms", "batch call ms", "Python to batch call"]
+    return Table("Submissions to an idle stream", columns, rows), findings, raw
+
+
 def sizes(size: int, count: int) -> NDArray[np.uint64]:
     return np.full(count, size, np.uint64)
 
@@ -182,9 +278,19 @@ def main() -> None:
         device.copies.describe().splitlines()[0],
     )
     print(table)
+    submitted_table, more, seconds = submissions(pages)
+    print(submitted_table)
+    for finding in more:
+        print(finding)
     if arguments.json:
         write_tables(
-            arguments.json, [table], findings, device=device.name, rounds=arguments.rounds, raw=raw
+            arguments.json,
+            [table, submitted_table],
+            findings + more,
+            device=device.name,
+            rounds=arguments.rounds,
+            raw=raw,
+            submission_seconds=seconds,
         )
     pages.close()
 

@@ -418,7 +418,6 @@ class CudaDriver:
         count = len(sizes)
         if count == 0:
             return
-        detail = f"{count} copies, {int(sizes.sum())} bytes, on device {ordinal}"
         batch = True
         code = intercept("cuMemcpyBatchAsync", count)
         if not stream:
@@ -429,7 +428,9 @@ class CudaDriver:
                 batch = self._batches_work(ordinal)
                 submit = self._submit_batch if batch else self._submit_single
                 code = submit(destinations, sources, sizes, queue)
-        self._check(code, "cuMemcpyBatchAsync" if batch else "cuMemcpyAsync", detail)
+        if code:
+            detail = f"{count} copies, {int(sizes.sum())} bytes, on device {ordinal}"
+            self._check(code, "cuMemcpyBatchAsync" if batch else "cuMemcpyAsync", detail)
 
     def _batches_work(self, ordinal: int) -> bool:
         """Tell whether the batch call can be used on the current device; tried out once."""

@@ -104,6 +104,15 @@ class CopyChoice:
         """Up to which size copies go through the kernel; None: not measured yet."""
         return self._limits
 
+    @property
+    def _most(self) -> int:
+        """Bytes of the largest copy that may be for the kernel."""
+        return _SIZES[-1] if self._limits is None else max(self._limits)
+
+    def may_take(self, sizes: Addresses) -> bool:
+        """Tell at a glance whether any copy of a batch of these sizes may be for the kernel."""
+        return len(sizes) >= _FEWEST and int(sizes.min()) <= self._most
+
     def by_kernel(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses
     ) -> NDArray[np.bool_] | None:
@@ -112,13 +121,11 @@ class CopyChoice:
         Those between the GPU's memory and registered memory, or within the former, that are small
         and aligned to ``GRAIN``. Blocks while limits are measured.
         """
-        if len(sizes) < _FEWEST:
+        if not self.may_take(sizes):
             return None
         limits = self._limits
-        most = _SIZES[-1] if limits is None else max(limits)
+        most = self._most
         shortest, longest = int(sizes.min()), int(sizes.max())
-        if shortest > most:
-            return None
         way = self._way_of_all(destinations, sources, sizes, longest)
         if way is not None and longest <= most:
             limits = self._measured() if limits is None else limits

@@ -310,12 +310,13 @@ class CudaStream(Stream):
         device = self._device
         if device.aliases is not None:
             destinations, sources = device.aliases.of(destinations), device.aliases.of(sources)
-        batch = destinations, sources, sizes
-        rest = self._by_kernel(batch)  # for a copy engine
-        if not rest.all():
+        if device.copies.may_take(sizes):
+            batch = destinations, sources, sizes
+            rest = self._by_kernel(batch)  # for a copy engine
             if not rest.any():
                 return
-            destinations, sources, sizes = (column[rest] for column in batch)
+            if not rest.all():
+                destinations, sources, sizes = (column[rest] for column in batch)
         device.driver.copy_batch(device.ordinal, destinations, sources, sizes, self.handle)
 
     def _by_kernel(self, batch: tuple[NDArray[np.uint64], ...]) -> NDArray[np.bool_]:
