@@ -47,6 +47,7 @@ class Limits(NamedTuple):
 
 
 _NONE = Limits(0, 0, 0)
+_UP, _DOWN, _WITHIN = range(len(_NONE))
 
 
 class _Reach(NamedTuple):
@@ -115,49 +116,62 @@ class CopyChoice:
 
     def by_kernel(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses
-    ) -> NDArray[np.bool_] | None:
-        """Tell which copies of a batch are for the kernel; None where none is.
+    ) -> NDArray[np.bool_] | bool:
+        """Tell which copies of a batch are for the kernel: all, none, or some of them.
 
         Those between the GPU's memory and registered memory, or within the former, that are small
         and aligned to ``GRAIN``. Blocks while limits are measured.
         """
-        if not self.may_take(sizes):
-            return None
-        limits = self._limits
-        most = self._most
+        if len(sizes) < _FEWEST:
+            return False
+        limits, most = self._limits, self._most
         shortest, longest = int(sizes.min()), int(sizes.max())
-        way = self._way_of_all(destinations, sources, sizes, longest)
+        if shortest > most:
+            return False
+        way = self._way_of_all(destinations, sources, sizes, shortest, longest)
         if way is not None and longest <= most:
             limits = self._measured() if limits is None else limits
             if shortest > limits[way]:
-                return None
+                return False
             if longest <= limits[way]:
-                return np.ones(len(sizes), np.bool_) if self._loaded() else None
+                return self._loaded()
         small = (sizes <= most) & ((destinations | sources | sizes) % np.uint64(GRAIN) == 0)
         ways = self._way_of_each(destinations, sources, sizes)
         if limits is None:
             if np.count_nonzero(small & (ways[0] | ways[1] | ways[2])) < _FEWEST:
-                return None
+                return False
             limits = self._measured()
         within_limits = [way & (sizes <= limit) for way, limit in zip(ways, limits, strict=True)]
         small &= within_limits[0] | within_limits[1] | within_limits[2]
-        return small if np.count_nonzero(small) >= _FEWEST and self._loaded() else None
+        taken = np.count_nonzero(small)
+        if taken < _FEWEST or not self._loaded():
+            return False
+        return bool(taken == len(sizes)) or small
 
     def _way_of_all(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, longest: int
+        self,
+        destinations: Addresses,
+        sources: Addresses,
+        sizes: Addresses,
+        shortest: int,
+        longest: int,
     ) -> int | None:
         """Return the index of the way that all copies go, if their bounds already tell it."""
-        if int(np.bitwise_or.reduce(destinations | sources | sizes)) % GRAIN:
+        # Each pass over the copies counts: a batch of small ones is over in a millisecond.
+        bits = int(np.bitwise_or.reduce(destinations)) | int(np.bitwise_or.reduce(sources))
+        bits |= longest if shortest == longest else int(np.bitwise_or.reduce(sizes))
+        if bits % GRAIN:
             return None
-        to, source = ((int(a.min()), int(a.max()) + longest) for a in (destinations, sources))
         gpu, host = self._places()
+        to = int(destinations.min()), int(destinations.max()) + longest
+        source = int(sources.min()), int(sources.max()) + longest
         to_gpu, from_gpu = gpu.enclose(*to), gpu.enclose(*source)
         if to_gpu and from_gpu:
-            return Limits._fields.index("within")
+            return _WITHIN
         if to_gpu and host.enclose(*source):
-            return Limits._fields.index("up")
+            return _UP
         if from_gpu and host.enclose(*to):
-            return Limits._fields.index("down")
+            return _DOWN
         return None
 
     def _way_of_each(

@@ -26,6 +26,7 @@ Addresses = NDArray[np.uint64]
 _ROWS = 1 << 16  # of a queue's table
 _MOST = 1 << 14  # copies of one submission
 _WORDS = ROW // 8
+_BOUNDS = PIECE * 4 ** np.arange(24, dtype=np.uint64)  # of magnitudes
 
 
 class CopyKernel:
@@ -115,35 +116,31 @@ class CopyQueue:
             As of `Stream.copy`; each entry a multiple of `GRAIN`. The GPU fails for good at an
             address that is neither its own nor registered: the caller has made sure.
         """
-        shortest, longest = _classes(np.array([sizes.min(), sizes.max()]))
-        if shortest == longest:
-            classes = np.full(len(sizes), shortest)
-        else:  # copies of about a size share a run
-            classes = _classes(sizes)
-            order = classes.argsort(kind="stable")
-            classes = classes[order]
+        ends: list[int] = []  # of copies of about a size, which share a run
+        if _magnitude(int(sizes.min())) != _magnitude(int(sizes.max())):
+            magnitudes = _magnitudes(sizes)
+            order = magnitudes.argsort(kind="stable")
             destinations, sources, sizes = destinations[order], sources[order], sizes[order]
+            magnitudes = magnitudes[order]
+            ends = ((magnitudes[1:] != magnitudes[:-1]).nonzero()[0] + 1).tolist()
         with self._lock:
             if self._closed:
                 raise ValueError("the stream is closed")
             for first in range(0, len(sizes), _MOST):
-                part = slice(first, first + _MOST)
-                self._submit(destinations[part], sources[part], sizes[part], classes[part])
+                last = min(first + _MOST, len(sizes))
+                part = slice(first, last)
+                inside = [end - first for end in ends if first < end < last]
+                self._submit(destinations[part], sources[part], sizes[part], inside)
 
     def _submit(
-        self,
-        destinations: Addresses,
-        sources: Addresses,
-        sizes: Addresses,
-        classes: NDArray[np.intp],
+        self, destinations: Addresses, sources: Addresses, sizes: Addresses, ends: list[int]
     ) -> None:
         count = len(sizes)
         busy = self._room_for(count)
         at = busy.first % _ROWS
         table = self._table[at : at + count]
         table[:, 0], table[:, 1], table[:, 2] = destinations, sources, sizes
-        (changes,) = (classes[1:] != classes[:-1]).nonzero()
-        for start, end in pairwise([0, *(changes + 1).tolist(), count]):
+        for start, end in pairwise([0, *ends, count]):
             address, longest = self._address + (at + start) * ROW, int(sizes[start:end].max())
             self._kernel.run(address, end - start, longest, self._stream)
         busy.event = self._device.event(self._stream)
@@ -201,7 +198,11 @@ class _Busy:
         self.event: Event | None = None
 
 
-def _classes(sizes: Addresses) -> NDArray[np.intp]:
-    """Give the magnitude of each size: up to a piece 0, up to four 1, up to sixteen 2..."""
-    bounds = PIECE * 4 ** np.arange(24, dtype=np.uint64)
-    return bounds.searchsorted(sizes)
+def _magnitude(nbytes: int) -> int:
+    """Give the magnitude of a size: up to a piece 0, up to four 1, up to sixteen 2..."""
+    return (((nbytes - 1) // PIECE).bit_length() + 1) // 2
+
+
+def _magnitudes(sizes: Addresses) -> NDArray[np.intp]:
+    """Give the magnitude of each."""
+    return _BOUNDS.searchsorted(sizes)

@@ -36,6 +36,9 @@ from hostmem.units import parse_size
 
 _POLL = 0.0005  # seconds
 _FIRST_PART = 1024  # copies
+
+_Batch = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
+"""Destinations, sources and sizes of copies."""
 _BLOCKS = 32  # with more, the copy kernel is no faster
 
 __all__ = ["CudaDevice", "CudaEvent", "CudaStream"]
@@ -310,31 +313,36 @@ class CudaStream(Stream):
         device = self._device
         if device.aliases is not None:
             destinations, sources = device.aliases.of(destinations), device.aliases.of(sources)
+        batch = destinations, sources, sizes
         if device.copies.may_take(sizes):
-            batch = destinations, sources, sizes
-            rest = self._by_kernel(batch)  # for a copy engine
-            if not rest.any():
-                return
-            if not rest.all():
-                destinations, sources, sizes = (column[rest] for column in batch)
-        device.driver.copy_batch(device.ordinal, destinations, sources, sizes, self.handle)
+            batch = self._by_kernel(batch)
+        device.driver.copy_batch(device.ordinal, *batch, self.handle)
 
-    def _by_kernel(self, batch: tuple[NDArray[np.uint64], ...]) -> NDArray[np.bool_]:
-        """Submit what is for the copy kernel of a batch; tell what was not."""
+    def _by_kernel(self, batch: _Batch) -> _Batch:
+        """Submit what is for the copy kernel of a batch; give what is for a copy engine."""
         copies = self._device.copies
-        rest = np.ones(len(batch[0]), np.bool_)
-        for part in _parts(len(rest)):
-            columns = [column[part] for column in batch]
-            chosen = copies.by_kernel(*columns)
-            if chosen is None:
+        rest: list[_Batch] = []
+        count = len(batch[0])
+        for start, stop in _parts(count):
+            part = _of(batch, slice(start, stop))
+            chosen = copies.by_kernel(*part)
+            if chosen is False:
+                rest.append(part)
                 continue
             if (queue := self._queue(copies)) is None:
+                rest.append(_of(batch, slice(start, count)))
                 break
-            if not chosen.all():
-                columns = [column[chosen] for column in columns]
-            queue.submit(*columns)
-            rest[part] = ~chosen
-        return rest
+            if chosen is True:
+                queue.submit(*part)
+            else:
+                queue.submit(*_of(part, chosen))
+                rest.append(_of(part, ~chosen))
+        if len(rest) == 1:
+            return rest[0]
+        if not rest:
+            return _of(batch, slice(0))
+        to, source, sizes = (np.concatenate(columns) for columns in zip(*rest, strict=True))
+        return to, source, sizes
 
     def _queue(self, copies: CopyChoice) -> CopyQueue | None:
         """Return what feeds the copy kernel here; None where there is no memory for it."""
@@ -379,13 +387,18 @@ def _destroy(device: CudaDevice, stream: int, queues: list[CopyQueue], pid: int)
         driver.stream_destroy(device.ordinal, stream)
 
 
-def _parts(count: int) -> Iterator[slice]:
+def _of(batch: _Batch, which: slice | NDArray[np.bool_]) -> _Batch:
+    destinations, sources, sizes = batch
+    return destinations[which], sources[which], sizes[which]
+
+
+def _parts(count: int) -> Iterator[tuple[int, int]]:
     """Cut a batch in parts that grow: the first runs while the others are prepared."""
     start, size = 0, _FIRST_PART
     while count - start > 2 * size:
-        yield slice(start, start + size)
+        yield start, start + size
         start, size = start + size, size * 4
-    yield slice(start, count)
+    yield start, count
 
 
 def _largest(given: int | str | None) -> int | None:
