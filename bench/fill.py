@@ -13,7 +13,7 @@ once before anything is timed. Then everything runs in turn, and each round give
   touched; mmap with MAP_POPULATE; on a GPU also cuMemHostAlloc, CuPy's pinned memory and torch's,
   without and with 8 registering threads.
 
-The size is 4 GiB on a GPU and 512 MiB on the cpu device unless it is given; let it be a power of
+The size is 16 GiB on a GPU and 512 MiB on the cpu device unless it is given; let it be a power of
 two, since torch takes the next one.
 """
 
@@ -44,7 +44,7 @@ from bench.measure import (
 from bench.peers import pinned_peers
 from hostmem import CudaDevice, Device, HostMem, machine, resolve_device
 from hostmem._sys import linux
-from hostmem.fill_threads import fill_thread_budget
+from hostmem.fill_threads import default_fill_threads
 from hostmem.units import format_size, parse_size
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -164,14 +164,14 @@ def by_threads(
         for pages in PAGES
     }
     times = in_turn({**fills, **bares}, rounds)
-    rows, findings = [], []
+    rows, findings, default = [], [], default_fill_threads(device.stalls)
     for pages, n in itertools.product(PAGES, threads):
         alone = times[f"{n} threads, {pages} pages, bare"]
         row = [f"{n}, {pages}", rate(size, alone)]
         for setting in SETTINGS:
             name = f"{n} threads, {ours(pages, setting)}"
             row += [rate(size, times[name]), times_as_fast(alone, times[name])]
-            if n == fill_thread_budget():
+            if n == default:
                 findings.append(_beside_bare(name, size, times[name], alone))
         first = fills[f"{n} threads, {ours(pages, 'default')}"].first[-rounds:]
         rows.append([*row, quartiles(first, 1e3)])
@@ -182,7 +182,7 @@ def by_threads(
         f"Fill of {format_size(size)} beside bare population, {device.name}",
         [*columns, "first MiB, ms"],
         rows,
-        f"The default number of threads is {fill_thread_budget()} here. Medians and quartiles.",
+        f"The default number of threads is {default} here. Medians and quartiles.",
     )
     return times, table, findings
 
@@ -204,8 +204,9 @@ def _beside_bare(name: str, size: int, seconds: list[float], alone: list[float])
 def by_peer(
     size: int, device: Device, rounds: int
 ) -> tuple[dict[str, list[float]], Table, list[Finding]]:
+    threads = default_fill_threads(device.stalls)
     fills = {
-        ours(pages, setting): Fill(size, device, fill_thread_budget(), pages, setting)
+        ours(pages, setting): Fill(size, device, threads, pages, setting)
         for pages in PAGES
         for setting in SETTINGS
     }
@@ -231,7 +232,7 @@ def by_peer(
         rows,
         " ".join(
             [
-                f"Ours with {fill_thread_budget()} threads. Medians and quartiles.",
+                f"Ours with {threads} threads. Medians and quartiles.",
                 *(f"Not measured: {line}." for line in missing),
             ]
         ),
@@ -270,10 +271,10 @@ def main() -> None:
     arguments = parser.parse_args()
     name: str = arguments.device
     device = resolve_device(int(name) if name.isdigit() else name)
-    size: int = arguments.size or (4 * GIB if isinstance(device, CudaDevice) else 512 * MIB)
+    size: int = arguments.size or (16 * GIB if isinstance(device, CudaDevice) else 512 * MIB)
     cpus = len(machine().allowed_cpus)
     threads: list[int] = arguments.threads or sorted(
-        {*(n for n in THREADS if n <= cpus), fill_thread_budget()}
+        {*(n for n in THREADS if n <= cpus), default_fill_threads(device.stalls)}
     )
     touched_zeros(2 * size + GIB)
 

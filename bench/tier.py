@@ -7,8 +7,9 @@ The engine has a buffer of its own for each layer, so a block is as many segment
 layers, each somewhere else; the tier is one of page-locked memory, filled before anything is timed.
 Three questions, for each size of a segment:
 
-- *Rates* of storing (offload) and loading (onboard) random pages of the engine, from the call to
-  the end of the last copy, beside one contiguous copy of as many bytes, in turn.
+- *Rates* of storing (offload) and loading (onboard) random pages of the engine, from the first
+  call to the end of the last copy, beside contiguous copies of as many bytes, in turn. Batches are
+  submitted one behind the other until 512 MiB are on their way, eight at most.
 - *Serving*: requests of a synthetic trace, one after the other. What is found is loaded, the rest
   is computed (a matrix product a block) and stored, and the computing stream waits for the copies
   that it needs. Beside it the same with everything computed. The share of the time in which the
@@ -61,6 +62,7 @@ from kvtier.testing import FakeEngine
 
 AT_ONCE = 64  # blocks: of a batch, and at most of a request
 IN_FLIGHT = 2  # batches, where copies go on all the time
+MOST_BATCHES, ON_THEIR_WAY = 8, 512 << 20  # of a rate; bytes
 LEAST_BLOCKS = (IN_FLIGHT + 2) * AT_ONCE
 REQUESTS_AT_ONCE = 4  # that the engine has pages for
 TOKENS = 16  # of a block
@@ -84,6 +86,7 @@ class Engine:
 
     def __init__(self, device: Device, segment: int, layers: int, blocks: int) -> None:
         self.device = device
+        self.blocks = blocks
         self.block_bytes = segment * layers
         config = KVCacheManagerConfig(
             TOKENS,
@@ -140,25 +143,39 @@ class Engine:
         self.cache.drop(keys)
 
 
+def route(device: Device) -> str:
+    """Say which copies the kernel takes, on a GPU."""
+    return device.copies.describe().splitlines()[0] if isinstance(device, CudaDevice) else ""
+
+
 # ----------------------------------------------------------------------------------------- rates
 
 
 def rates(engine: Engine, rounds: int) -> tuple[list[list[str]], dict[str, list[float]]]:
     """Time batches of blocks and contiguous copies in turn, in both directions."""
+    nbytes = engine.block_bytes * AT_ONCE
+    room = engine.blocks // AT_ONCE - 1
+    count = min(max(ON_THEIR_WAY // nbytes, 1), MOST_BATCHES, room)
     kept = engine.fresh()
     engine.cache.store(kept, engine.some_pages()).wait()
     submitted: dict[str, list[float]] = {way: [] for way in WAYS}
 
     def blocks(way: str) -> Callable[[], float]:
+        submit = engine.cache.store if way == "offload" else engine.cache.load
+
         def run() -> float:
-            keys, pages = engine.fresh() if way == "offload" else kept, engine.some_pages()
+            batches = [
+                (engine.fresh() if way == "offload" else kept, engine.some_pages())
+                for _ in range(count)
+            ]
             start = time.perf_counter()
-            job = (engine.cache.store if way == "offload" else engine.cache.load)(keys, pages)
-            submitted[way].append(time.perf_counter() - start)
-            job.wait()
+            jobs = [submit(*batch) for batch in batches]
+            submitted[way].append((time.perf_counter() - start) / count)
+            for job in jobs:
+                job.wait()
             seconds = time.perf_counter() - start
             if way == "offload":
-                engine.cache.drop(keys)
+                engine.cache.drop([key for keys, _ in batches for key in keys])
             return seconds
 
         return run
@@ -166,7 +183,8 @@ def rates(engine: Engine, rounds: int) -> tuple[list[list[str]], dict[str, list[
     def contiguous(way: str) -> Callable[[], float]:
         def run() -> float:
             start = time.perf_counter()
-            engine.contiguous(way).synchronize()
+            for event in [engine.contiguous(way) for _ in range(count)]:
+                event.synchronize()
             return time.perf_counter() - start
 
         return run
@@ -179,7 +197,7 @@ def rates(engine: Engine, rounds: int) -> tuple[list[list[str]], dict[str, list[
     for way in WAYS:
         share = compare(times[f"contiguous {way}"], times[way])
         low, high = share.ratio_quartiles
-        gigabytes = engine.block_bytes * AT_ONCE / 1e9
+        gigabytes = count * nbytes / 1e9
         rows.append(
             [
                 way,
@@ -418,7 +436,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{machine_line()}\n{device.name}")
     columns = {
         "Blocks of {block}, {count} at once, between an engine's pages and the host tier": [
-            *("", "GB/s", "contiguous GB/s", "of contiguous", "submission ms"),
+            *("", "GB/s", "contiguous GB/s", "of contiguous", "a batch's submission, ms"),
         ],
         "Serving {requests} requests, blocks of {block}": [
             *("", "seconds", "times faster", "found"),
@@ -442,7 +460,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             shown = title.format(
                 block=label, count=AT_ONCE, requests=arguments.requests, rows=rows_of
             )
-            tables.append(Table(shown, heads, rows))
+            tables.append(Table(shown, heads, rows, route(device)))
             raw[shown] = times
             print(f"\n{tables[-1]}", flush=True)
         engine.close()

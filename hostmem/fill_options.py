@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 
-from hostmem.fill_threads import fill_thread_budget
+from hostmem.fill_threads import default_fill_threads
 from hostmem.registration import OnRegisterFailure
 from hostmem.units import Size, align_up, parse_size
 
@@ -34,10 +34,10 @@ def unit_of(commit_unit: Size | None, slot_size: int, page_size: int) -> int:
     return unit
 
 
-def threads_of(threads: int | str) -> int:
+def threads_of(threads: int | str, *, registers: bool) -> int:
     """Turn ``fill_threads`` into a number of threads."""
     if threads == "auto":
-        return fill_thread_budget()
+        return default_fill_threads(registers)
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
         raise ValueError(
             f"fill_threads: {threads!r}; give 'auto' or a number of threads, 1 or more"

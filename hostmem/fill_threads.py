@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 from hostmem.machine import machine
 
-__all__ = ["Populating", "bind_to", "fill_thread_budget"]
+__all__ = ["Populating", "bind_to", "default_fill_threads", "fill_thread_budget"]
 
 log = logging.getLogger("hostmem")
 
 _MOST_THREADS = 12  # the kernel's page allocation does not scale past this
+_BEFORE_ONE_WHO_REGISTERS = 8  # it keeps up with no more, and more of them slow it down
 _PATIENCE = 0.05  # seconds between two looks whether the fill has ended meanwhile
 
 
@@ -22,6 +23,18 @@ _PATIENCE = 0.05  # seconds between two looks whether the fill has ended meanwhi
 def fill_thread_budget() -> int:
     """Say how many threads populate at once in this process, over all objects."""
     return max(1, min(len(machine().allowed_cpus), _MOST_THREADS))
+
+
+def default_fill_threads(registers: bool) -> int:
+    """Say how many threads of one object populate where nobody says.
+
+    Parameters
+    ----------
+    registers : bool
+        Whether what they populate is then registered with a driver, by one thread.
+    """
+    budget = fill_thread_budget()
+    return min(budget, _BEFORE_ONE_WHO_REGISTERS) if registers else budget
 
 
 @functools.cache

@@ -77,7 +77,8 @@ class HostMem(Closable):
         stock; ``"hugetlb"`` takes those that the administrator set aside, of the default size or of
         the one that is named.
     fill_threads : "auto" or int
-        Populating threads; they share one budget per process with those of other objects.
+        Populating threads; they share one budget per process, 12 at most, with those of other
+        objects. ``"auto"``: the budget, and 8 at most on a GPU, whose driver keeps up with no more.
     fill_rate : float, optional
         Bytes per second that the fill stays under.
     stall_budget : float, optional
@@ -154,13 +155,13 @@ class HostMem(Closable):
         if target > asked:
             raise ValueError(f"size: {target} bytes are more than the capacity, {asked}")
         self._capacity = align_up(asked, self._slot_size)
-        threads = threads_of(fill_threads)
         policy = policy_of(on_register_failure)
         rate = fill_rate_of(fill_rate)
         budget = StallBudget(stall_budget)
         self._page_mode = pages = resolve_page_mode(page_mode, here)
         self._commit_unit = unit_of(commit_unit, self._slot_size, pages.page_size(here))
         self._device: Device = resolve_device(device)
+        threads = threads_of(fill_threads, registers=self._device.stalls)
         self._placement: PlacementRequest = place(
             numa_node, self._device, allow_remote_numa_fallback, here
         )

@@ -600,7 +600,9 @@ def test_more_than_the_device_has_is_refused_and_takes_nothing(device: CudaDevic
     before = device.driver.memory_info(0)
     with refused(OUT_OF_MEMORY, CuOOMError):
         CudaMemory(device, 1 << 40, 1 << 40, 1 << 40)
-    assert device.driver.memory_info(0) == before
+    free, total = device.driver.memory_info(0)
+    assert total == before[1]
+    assert free >= before[0]  # what others dropped before may come back meanwhile
 
 
 def test_a_size_is_backed_by_whole_granules(device: CudaDevice, stream: Stream) -> None:

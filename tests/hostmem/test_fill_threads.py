@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from hostmem import HostMem, HostOOMError, filler
+from hostmem import CudaDevice, HostMem, HostOOMError, filler
+from hostmem import fill_threads as module
 from hostmem.fill_threads import Populating, bind_to, fill_thread_budget
-from hostmem.testing import FaultPlan, Hold
+from hostmem.testing import FakeDriver, FaultPlan, Hold
 from tests.threads import Spawn, Until
 
 MIB = 1 << 20
@@ -104,3 +105,16 @@ def test_a_failure_is_reported_once_the_pieces_in_flight_are_done(until: Until) 
         second.release()
         with pytest.raises(HostOOMError):
             memory.wait_usable(MIB, 20)
+
+
+def test_fewer_threads_populate_by_default_where_one_thread_registers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for budget, before_a_driver in ((12, 8), (8, 8), (2, 2)):
+        monkeypatch.setattr(module, "fill_thread_budget", lambda n=budget: n)
+        with HostMem(8 * MIB, device="cpu") as memory:
+            assert memory.progress.threads == budget
+        with HostMem(8 * MIB, device=CudaDevice(0, driver=FakeDriver())) as memory:
+            assert memory.progress.threads == before_a_driver
+        with HostMem(8 * MIB, device="cpu", fill_threads=3) as memory:
+            assert memory.progress.threads == 3

@@ -380,7 +380,7 @@ def test_objects_of_a_real_gpu_say_their_state_also_in_a_forked_child(child: Chi
         shown = list(map(repr, things))
         assert all(len(one.splitlines()) == 1 for one in shown), shown
         assert not any("incomplete" in one or "object at" in one for one in shown), shown
-        assert f", {device.name}, node " in shown[0] and "huge pages " in shown[0], shown[0]
+        assert f", {device.name}, node " in shown[0] and "huge pages" in shown[0], shown[0]
         assert "done" in shown[5], shown[5]
         gone = os.fork()
         if gone == 0:
