@@ -2,6 +2,7 @@
 
     make build/remote/venv/stamp
     LD_LIBRARY_PATH=... build/remote/venv/bin/python -m bench.remote [--size 64MiB] [--rounds 7]
+        [--json FILE]
 
 A master and a process that lends the store its memory run beside; every byte crosses the loopback.
 Ours stores blocks in a cache of host memory until all have gone out, and prefetches them into an
@@ -29,7 +30,15 @@ from typing import Any
 
 import numpy as np
 
-from bench.measure import compare, in_turn, machine_line, spread
+from bench.measure import (
+    Finding,
+    Table,
+    compare,
+    in_turn,
+    machine_line,
+    quartiles,
+    write_tables,
+)
 from hostmem import StaticHostMem
 from hostmem.units import format_size, parse_size
 from kvtier import (
@@ -206,27 +215,29 @@ class Ours:
         return time.perf_counter() - start
 
 
-def report(what: str, times: dict[str, list[float]], size: int) -> None:
-    """Say how the two compare."""
-    print(what)
-    for name, seconds in times.items():
-        if size:
-            low, middle, high = spread([size / s / GIB for s in seconds])
-            line = f"  {name:12} {middle:6.2f} GiB/s ({low:.2f}-{high:.2f})"
-        else:
-            low, middle, high = spread([s * 1e3 for s in seconds])
-            line = f"  {name:12} {middle:6.2f} ms ({low:.2f}-{high:.2f})"
-        if name == "ours":
-            pairs = compare(times["bare client"], seconds)  # its time over ours
-            low, high = pairs.ratio_quartiles
-            line += f"   {pairs.ratio:.2f} of the bare client's rate ({low:.2f}-{high:.2f})"
-            if size and pairs.ratio < AIM:
-                line += f"   BELOW {AIM}"
-        print(line, flush=True)
+def compared(what: str, times: dict[str, list[float]], size: int) -> tuple[list[str], Finding]:
+    """Compare the two: a row of the table, and the finding."""
+    bare, ours = times["bare client"], times["ours"]
+    pairs = compare(bare, ours)  # its time over ours
+    low, high = pairs.ratio_quartiles
+    ratio = f"{pairs.ratio:.2f} ({low:.2f}-{high:.2f})"
+    shown = [
+        f"{quartiles([size / s / GIB for s in one])} GiB/s" if size else f"{quartiles(one, 1e3)} ms"
+        for one in (bare, ours)
+    ]
+    finding = Finding(
+        f"{what} beside the bare client of the store",
+        shown[1],
+        f">= {AIM} of it" if size else "none",
+        f"bare client: {shown[0]}",
+        ratio,
+        pairs.ratio >= AIM if size else None,
+    )
+    return [what, *shown, ratio], finding
 
 
-def measure(master: str, size: int, rounds: int) -> None:
-    """Measure and print."""
+def measure(master: str, size: int, rounds: int) -> tuple[Table, list[Finding], dict[str, Any]]:
+    """Measure all; the table, what has a bound, and the seconds."""
     with ExitStack() as stack:
         bare, ours = Bare(master, size, stack), Ours(master, size, stack)
         puts: dict[str, list[float]] = {"bare client": [], "ours": []}
@@ -242,10 +253,19 @@ def measure(master: str, size: int, rounds: int) -> None:
 
         arms: Arms = {"bare client": both("bare client", bare), "ours": both("ours", ours)}
         gets = in_turn(arms, rounds)
-        report("store", {name: seconds[1:] for name, seconds in puts.items()}, size)
-        report("fetch", gets, size)
         lookups = in_turn({"bare client": bare.look_up, "ours": ours.look_up}, 10 * rounds)
-        report(f"look up {LOOKED_UP:,} keys", lookups, 0)
+    stores = {name: seconds[1:] for name, seconds in puts.items()}
+    seconds = {"store": stores, "fetch": gets, f"look up {LOOKED_UP:,} keys": lookups}
+    found = [
+        compared(what, times, 0 if times is lookups else size) for what, times in seconds.items()
+    ]
+    table = Table(
+        f"Blocks of {format_size(BLOCK)} to a remote store and back, {format_size(size)}",
+        ["", "bare client", "ours", "of the bare client's rate"],
+        [row for row, _ in found],
+        "Mooncake Store over TCP on the loopback. Medians and quartiles.",
+    )
+    return table, [finding for _, finding in found if finding.held is not None], seconds
 
 
 def main() -> None:
@@ -253,6 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="64MiB", help="bytes a run moves")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--lend", metavar="MASTER", help=argparse.SUPPRESS)
     options = parser.parse_args()
     size = parse_size(options.size, "size") // (BATCH * BLOCK) * (BATCH * BLOCK)
@@ -272,8 +293,11 @@ def main() -> None:
         stack.callback(peer.stdin.close)
         peer.stdout.readline()
         print(machine_line())
-        print(f"{format_size(size)} a run, {options.rounds} rounds, blocks of {format_size(BLOCK)}")
-        measure(master, size, options.rounds)
+        table, findings, seconds = measure(master, size, options.rounds)
+        for part in (table, *findings):
+            print(part)
+        if options.json:
+            write_tables(options.json, [table], findings, rounds=options.rounds, seconds=seconds)
 
 
 if __name__ == "__main__":
