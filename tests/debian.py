@@ -73,8 +73,13 @@ class Packages:
 
 
 def library_path(root: Path) -> str:
-    """Give the ``LD_LIBRARY_PATH`` that shows programs the libraries unpacked in a folder."""
-    return ":".join(f"{root}/{top}lib/{platform.machine()}-linux-gnu" for top in ("", "usr/"))
+    """Give the ``LD_LIBRARY_PATH`` that shows programs the libraries unpacked in a folder.
+
+    Some keep what they share in a folder below, and look for it where they would be installed.
+    """
+    tops = [root / top / "lib" / f"{platform.machine()}-linux-gnu" for top in ("", "usr")]
+    below = {library.parent for top in tops for library in top.glob("*/*.so*")}
+    return ":".join(map(str, [*tops, *sorted(below)]))
 
 
 class Apt:
