@@ -13,7 +13,7 @@ once before anything is timed. Then everything runs in turn, and each round give
   touched; mmap with MAP_POPULATE; on a GPU also cuMemHostAlloc, CuPy's pinned memory and torch's,
   without and with 8 registering threads.
 
-The size is 16 GiB on a GPU and 512 MiB on the cpu device unless it is given; let it be a power of
+The size is 4 GiB on a GPU and 512 MiB on the cpu device unless it is given; let it be a power of
 two, since torch takes the next one.
 """
 
@@ -271,7 +271,7 @@ def main() -> None:
     arguments = parser.parse_args()
     name: str = arguments.device
     device = resolve_device(int(name) if name.isdigit() else name)
-    size: int = arguments.size or (16 * GIB if isinstance(device, CudaDevice) else 512 * MIB)
+    size: int = arguments.size or (4 * GIB if isinstance(device, CudaDevice) else 512 * MIB)
     cpus = len(machine().allowed_cpus)
     threads: list[int] = arguments.threads or sorted(
         {*(n for n in THREADS if n <= cpus), default_fill_threads(device.stalls)}

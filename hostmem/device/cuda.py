@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -102,6 +103,8 @@ class CudaDevice(Device):
         self.turns = turns_for(driver_library()) if driver is None else NO_TURNS
         self._idle_events: list[int] = []
         self.registered: RangeTable = PinnedRanges()  # which a forked child has none of
+        self.registered_at = -math.inf
+        """When a registration last began or ended, by `time.monotonic`."""
         self.memory: RangeTable = PinnedRanges()
         self.lent_memory, self.lent_registered = Loans(), Loans()
         self.aliases = None if self._has_one_name() else Aliases()
@@ -140,7 +143,9 @@ class CudaDevice(Device):
             return True  # the driver is older than the attribute
 
     def register(self, address: int, nbytes: int) -> None:
+        self.registered_at = time.monotonic()
         self.driver.host_register(self.ordinal, address, nbytes)
+        self.registered_at = time.monotonic()
         try:
             if self.aliases is not None:
                 alias = self.driver.host_device_pointer(self.ordinal, address)

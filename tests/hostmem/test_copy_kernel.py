@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -122,6 +124,7 @@ def test_more_copies_than_the_table_has_rows(driver: str, opened: Opened) -> Non
 def test_limits_are_measured_on_a_gpu_and_both_paths_give_the_same_bytes(opened: Opened) -> None:
     device = CudaDevice(0)
     both = opened(device)
+    device.registered_at = -math.inf
     gpu, host, sizes = both.pages(4 * KIB, 512)
     both.copy(gpu, host, sizes)
     assert len(device.copies.rates) == 15
@@ -165,6 +168,7 @@ def test_limits_are_those_of_the_very_device(
         clock = Clock(plan, engine_copy)
         choice = CopyChoice(both.device, None, 32, clock)
         both.device.__dict__["copies"] = choice
+        both.device.registered_at = -math.inf
         gpu, host, sizes = both.pages(4 * KIB, 64)
         both.copy(gpu, host, sizes)
         assert choice.limits == Limits(limit, limit, limit)
@@ -172,6 +176,35 @@ def test_limits_are_those_of_the_very_device(
         both.copy(gpu, host, sizes)
         assert clock.asked == asked  # once
     assert "measured" not in choice.describe()
+
+
+def test_nothing_is_measured_while_a_fill_registers(opened: Opened) -> None:
+    both = opened(fake())
+    with FaultPlan() as plan:
+        clock = Clock(plan, 1e-8)  # as if the engines were better
+        choice = both.device.__dict__["copies"] = CopyChoice(both.device, None, 32, clock)
+        small, large = both.pages(64 * KIB, 16), both.pages(128 * KIB, 16)
+        for _ in range(2):
+            both.device.registered_at = time.monotonic() + 60  # a fill is registering
+            both.copy(*small)
+            both.copy(*large)
+            assert (choice.limits, choice.rates, clock.asked) == (None, (), 0)
+            assert "when nothing is being registered" in choice.describe()
+        launched = len(plan.calls("cuLaunchKernel"))
+        assert launched > 2  # the small ones, each time
+        assert plan.calls("cuMemcpyBatchAsync")[-1] == (16,)  # the large ones
+        both.device.registered_at = time.monotonic() - 60
+        both.copy(*small)
+        assert choice.limits == Limits(0, 0, 0)
+        assert plan.calls("cuMemcpyBatchAsync")[-1] == (16,)
+    view = both.host.view()
+    view[SIZE // 2 :] = 0
+    rows = small[1] - np.uint64(both.host.address)
+    both.stream.copy(small[1] + np.uint64(SIZE // 2), small[0], small[2])
+    both.stream.synchronize()
+    for row in rows.tolist():
+        there = view[row + SIZE // 2 : row + SIZE // 2 + 64 * KIB]
+        assert np.array_equal(there, view[row : row + 64 * KIB])
 
 
 def test_what_is_few_large_unknown_or_odd_goes_through_an_engine(opened: Opened) -> None:
