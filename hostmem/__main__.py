@@ -138,7 +138,10 @@ def _rate(progress: FillProgress) -> str:
 
 def _say(progress: FillProgress, **more: Any) -> None:
     """Print the progress as one line of JSON: sizes in bytes, times in seconds."""
-    print(json.dumps({**asdict(progress), "fraction": progress.fraction, **more}), flush=True)
+    line = json.dumps({**asdict(progress), "fraction": progress.fraction, **more})
+    # print() writes the end of the line by itself, and Ctrl-C may come between the two.
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def _found(placement: Placement) -> dict[str, Any]:

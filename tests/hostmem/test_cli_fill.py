@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -190,6 +191,24 @@ def test_an_interrupt_is_the_last_line_of_json(child: Child) -> None:
     assert done.returncode == 130
     last = json.loads(done.stdout.splitlines()[-1])
     assert (last["filled"], last["error"]) == (MIB, "KeyboardInterrupt")
+
+
+def test_a_line_of_json_is_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that Ctrl-C cannot come between a line and its end."""
+    written: list[str] = []
+
+    class Lines(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Lines())
+    assert main([*FILL, "--json"]) == 0
+    lines = [text for text in written if text]
+    assert lines
+    for line in lines:
+        assert line.endswith("\n")
+        json.loads(line)
 
 
 def test_warnings_of_the_library_are_said(child: Child) -> None:
