@@ -10,8 +10,8 @@ registration, which is the limit. Rates are wall clock from the first submission
 last copy; every round compares in itself. The bytes that arrived are compared before.
 
 Then submissions to an idle stream, one at a time: how long ours takes, how much of that is outside
-the driver's functions ("Python"), and what that is beside the time that the driver's batch call
-spends on the same batch.
+the driver's functions that copy and launch ("Python": with it what contexts and events cost), and
+what that is beside the time that the driver's batch call spends on the same batch.
 """
 
 from __future__ import annotations
@@ -280,13 +280,14 @@ def main() -> None:
     print(table)
     submitted_table, more, seconds = submissions(pages)
     print(submitted_table)
-    for finding in more:
+    findings += more
+    for finding in findings:
         print(finding)
     if arguments.json:
         write_tables(
             arguments.json,
             [table, submitted_table],
-            findings + more,
+            findings,
             device=device.name,
             rounds=arguments.rounds,
             raw=raw,

@@ -47,8 +47,6 @@ class Limits(NamedTuple):
 
 
 _NONE = Limits(0, 0, 0)
-_MEANWHILE = Limits(64 << 10, 64 << 10, 1 << 20)  # a GPU whose engines were better was never seen
-_QUIET = 0.05  # seconds since the last registration, which holds up the calls that are timed
 _UP, _DOWN, _WITHIN = range(len(_NONE))
 
 
@@ -74,8 +72,8 @@ class CopyChoice:
         Whose copies.
     largest : int, optional
         Bytes of the largest copies that go through the kernel, in any direction; 0 for none. By
-        default it is measured when it first matters and nothing is being registered, which takes a
-        few tenths of a second.
+        default it is measured when it first matters, which takes a few tenths of a second; nothing
+        is registered meanwhile.
     blocks : int
         Blocks of 256 threads that the kernel takes at most.
     clock : callable
@@ -100,17 +98,12 @@ class CopyChoice:
         self._kernel: CopyKernel | None = None
         self._limits = None if largest is None else Limits(largest, largest, largest)
         self._why = ""  # nothing goes through the kernel
-        self._right = False  # whether the kernel was seen to copy the right bytes
         self.blocks = blocks
         self.rates: tuple[Rates, ...] = ()
 
     @property
     def limits(self) -> Limits | None:
-        """Up to which size copies go through the kernel; None: not measured yet.
-
-        While memory is being registered, for which other calls wait, nothing is measured: up to
-        64 KiB (1 MiB within the GPU's memory) go through the kernel until that is over.
-        """
+        """Up to which size copies go through the kernel; None: not measured yet."""
         return self._limits
 
     @property
@@ -254,10 +247,7 @@ class CopyChoice:
 
     def _summary(self) -> str:
         if self._limits is None:
-            return (
-                "copies: the sizes that the copy kernel takes are measured at their first use, "
-                "when nothing is being registered"
-            )
+            return "copies: the sizes that the copy kernel takes are measured at their first use"
         if not any(self._limits):
             return "copies: all through the copy engines" + (self._why and f" ({self._why})")
         names = zip(Limits._fields, self._limits, strict=True)
@@ -280,29 +270,24 @@ class CopyChoice:
             return self._kernel is not None
 
     def _measured(self) -> Limits:
-        """Measure limits, unless somebody else did meanwhile or it has to wait."""
+        """Measure limits, unless somebody else did meanwhile."""
         with self._lock:
             if self._limits is None and self._loaded():
-                quiet = time.monotonic() - self._device.registered_at > _QUIET
-                if quiet or not self._right:
-                    self._limits = self._measure(quiet)
-                if self._limits is None:
-                    return _MEANWHILE
+                self._limits = self._measure()
                 log.info("%s: %s", self._device, self.describe())
             return self._limits or _NONE
 
-    def _measure(self, quiet: bool) -> Limits | None:
-        """See whether the kernel is right, and measure what it takes if it is quiet enough."""
+    def _measure(self) -> Limits:
         assert self._kernel is not None
         try:
-            with CopyRates(self._kernel, self._clock) as measured:
-                if not self._right and not measured.right():
+            with (
+                CopyRates(self._kernel, self._clock) as measured,
+                self._device.registrations_held_up(),
+            ):
+                if not measured.right():
                     log.warning("the copy kernel copies wrong bytes on %s: not used", self._device)
                     self._why = "the copy kernel copies wrong bytes"
                     return _NONE
-                self._right = True
-                if not quiet:
-                    return None
                 self.rates = tuple(
                     measured.of(way, size) for way in Limits._fields for size in _SIZES
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
 import threading
 import time
@@ -36,13 +36,14 @@ from hostmem.turns import NO_TURNS, driver_library, turns_for
 from hostmem.units import parse_size
 
 _POLL = 0.0005  # seconds
+_LONGEST_HOLD_UP = 1.0  # seconds
 _FIRST_PART = 1024  # copies
-
-_Batch = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
-"""Destinations, sources and sizes of copies."""
 _BLOCKS = 32  # with more, the copy kernel is no faster
 
 __all__ = ["CudaDevice", "CudaEvent", "CudaStream"]
+
+_Batch = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
+"""Destinations, sources and sizes of copies."""
 
 
 class CudaDevice(Device):
@@ -103,8 +104,8 @@ class CudaDevice(Device):
         self.turns = turns_for(driver_library()) if driver is None else NO_TURNS
         self._idle_events: list[int] = []
         self.registered: RangeTable = PinnedRanges()  # which a forked child has none of
-        self.registered_at = -math.inf
-        """When a registration last began or ended, by `time.monotonic`."""
+        self._may_register = threading.Event()
+        self._may_register.set()
         self.memory: RangeTable = PinnedRanges()
         self.lent_memory, self.lent_registered = Loans(), Loans()
         self.aliases = None if self._has_one_name() else Aliases()
@@ -143,9 +144,8 @@ class CudaDevice(Device):
             return True  # the driver is older than the attribute
 
     def register(self, address: int, nbytes: int) -> None:
-        self.registered_at = time.monotonic()
+        self._may_register.wait(_LONGEST_HOLD_UP)
         self.driver.host_register(self.ordinal, address, nbytes)
-        self.registered_at = time.monotonic()
         try:
             if self.aliases is not None:
                 alias = self.driver.host_device_pointer(self.ordinal, address)
@@ -157,6 +157,18 @@ class CudaDevice(Device):
                 self.aliases.remove(address)
             self.driver.host_unregister(self.ordinal, address)
             raise
+
+    @contextlib.contextmanager
+    def registrations_held_up(self) -> Iterator[None]:
+        """Let those who would register wait, while calls are timed which would wait for them.
+
+        For a second at most: who times may itself be interrupted by what registers.
+        """
+        self._may_register.clear()
+        try:
+            yield
+        finally:
+            self._may_register.set()
 
     def unregister(self, address: int) -> None:
         self.registered.discard(address)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import gc
 import logging
-import math
-import time
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from hostmem.device.copy_kernel import _ROWS, CopyQueue
 from hostmem.device.pinned import PinnedRanges
 from hostmem.errors import CuError
 from hostmem.testing import FakeDriver, FaultPlan
+from tests.threads import Spawn
 
 pytestmark = pytest.mark.timeout(60, method="thread")
 
@@ -124,7 +125,6 @@ def test_more_copies_than_the_table_has_rows(driver: str, opened: Opened) -> Non
 def test_limits_are_measured_on_a_gpu_and_both_paths_give_the_same_bytes(opened: Opened) -> None:
     device = CudaDevice(0)
     both = opened(device)
-    device.registered_at = -math.inf
     gpu, host, sizes = both.pages(4 * KIB, 512)
     both.copy(gpu, host, sizes)
     assert len(device.copies.rates) == 15
@@ -168,7 +168,6 @@ def test_limits_are_those_of_the_very_device(
         clock = Clock(plan, engine_copy)
         choice = CopyChoice(both.device, None, 32, clock)
         both.device.__dict__["copies"] = choice
-        both.device.registered_at = -math.inf
         gpu, host, sizes = both.pages(4 * KIB, 64)
         both.copy(gpu, host, sizes)
         assert choice.limits == Limits(limit, limit, limit)
@@ -178,33 +177,54 @@ def test_limits_are_those_of_the_very_device(
     assert "measured" not in choice.describe()
 
 
-def test_nothing_is_measured_while_a_fill_registers(opened: Opened) -> None:
+class Gate(threading.Event):
+    """An event that says when somebody has come to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set()
+        self.reached = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self.is_set():
+            self.reached.set()
+        return super().wait(timeout)
+
+
+def test_nothing_is_registered_while_limits_are_measured(opened: Opened, spawn: Spawn) -> None:
+    """Else the calls that are timed wait for a fill, and the limits are nonsense for good."""
+    both = opened(fake())
+    gate = both.device._may_register = Gate()
+    with FaultPlan() as plan:
+
+        class Fill(Clock):
+            """The time, while another thread fills."""
+
+            def __call__(self) -> float:
+                if not self.asked:
+                    fills.append(spawn(lambda: StaticHostMem(MIB, device=both.device)))
+                    assert gate.reached.wait(30)
+                registered.append(len(plan.calls("cuMemHostRegister")))
+                return super().__call__()
+
+        fills: list[Future[StaticHostMem]] = []
+        registered: list[int] = []
+        both.device.copies = CopyChoice(both.device, None, 32, Fill(plan, 1e-6))
+        both.copy(*both.pages(4 * KIB, 64))
+        assert both.device.copies.limits == Limits(256 * KIB, 256 * KIB, 256 * KIB)
+        assert len(registered) > 15
+        assert len(set(registered)) == 1
+        fills[0].result(60).close()
+        assert len(plan.calls("cuMemHostRegister")) > registered[-1]
+
+
+def test_a_measurement_that_fails_holds_nobody_up_any_longer(opened: Opened) -> None:
     both = opened(fake())
     with FaultPlan() as plan:
-        clock = Clock(plan, 1e-8)  # as if the engines were better
-        choice = both.device.__dict__["copies"] = CopyChoice(both.device, None, 32, clock)
-        small, large = both.pages(64 * KIB, 16), both.pages(128 * KIB, 16)
-        for _ in range(2):
-            both.device.registered_at = time.monotonic() + 60  # a fill is registering
-            both.copy(*small)
-            both.copy(*large)
-            assert (choice.limits, choice.rates, clock.asked) == (None, (), 0)
-            assert "when nothing is being registered" in choice.describe()
-        launched = len(plan.calls("cuLaunchKernel"))
-        assert launched > 2  # the small ones, each time
-        assert plan.calls("cuMemcpyBatchAsync")[-1] == (16,)  # the large ones
-        both.device.registered_at = time.monotonic() - 60
-        both.copy(*small)
-        assert choice.limits == Limits(0, 0, 0)
-        assert plan.calls("cuMemcpyBatchAsync")[-1] == (16,)
-    view = both.host.view()
-    view[SIZE // 2 :] = 0
-    rows = small[1] - np.uint64(both.host.address)
-    both.stream.copy(small[1] + np.uint64(SIZE // 2), small[0], small[2])
-    both.stream.synchronize()
-    for row in rows.tolist():
-        there = view[row + SIZE // 2 : row + SIZE // 2 + 64 * KIB]
-        assert np.array_equal(there, view[row : row + 64 * KIB])
+        plan.fail("cuLaunchKernel", Result.INVALID_VALUE)
+        both.copy(*both.pages(4 * KIB, 64))
+    assert both.device.copies.limits == Limits(0, 0, 0)
+    assert both.device._may_register.is_set()
 
 
 def test_what_is_few_large_unknown_or_odd_goes_through_an_engine(opened: Opened) -> None:

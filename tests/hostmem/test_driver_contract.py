@@ -602,7 +602,9 @@ def test_more_than_the_device_has_is_refused_and_takes_nothing(device: CudaDevic
         CudaMemory(device, 1 << 40, 1 << 40, 1 << 40)
     free, total = device.driver.memory_info(0)
     assert total == before[1]
-    assert free >= before[0]  # what others dropped before may come back meanwhile
+    if isinstance(device.driver, FakeDriver):
+        assert free == before[0]
+    assert free >= before[0]  # what tests before dropped may come back meanwhile on a real GPU
 
 
 def test_a_size_is_backed_by_whole_granules(device: CudaDevice, stream: Stream) -> None:

@@ -366,7 +366,9 @@ def test_objects_of_a_real_gpu_say_their_state_also_in_a_forked_child(child: Chi
     done = child(
         """
         import os
+        import numpy as np
         from hostmem import CudaMemory, HostMem, StaticHostMem, resolve_device
+        from hostmem._sys import linux
 
         device = resolve_device(0)
         stream = device.stream()
@@ -381,6 +383,12 @@ def test_objects_of_a_real_gpu_say_their_state_also_in_a_forked_child(child: Chi
         assert all(len(one.splitlines()) == 1 for one in shown), shown
         assert not any("incomplete" in one or "object at" in one for one in shown), shown
         assert f", {device.name}, node " in shown[0] and "huge pages" in shown[0], shown[0]
+        try:
+            linux.are_huge(np.array([memory.address], np.uint64))
+        except OSError:
+            pass  # the kernel does not say
+        else:
+            assert "huge pages " in shown[0], shown[0]
         assert "done" in shown[5], shown[5]
         gone = os.fork()
         if gone == 0:
